@@ -1,0 +1,1 @@
+"""What several processes must agree on, and the engine that every worker runs."""

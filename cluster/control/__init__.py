@@ -1,0 +1,1 @@
+"""The control plane: the ledger, placement, and the streams that feed them."""

@@ -1,0 +1,1 @@
+"""One step at a time: schedule, run, commit."""

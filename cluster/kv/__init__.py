@@ -1,0 +1,1 @@
+"""Which blocks are whose, and the paged tensors that they stand for."""

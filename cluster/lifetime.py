@@ -1,0 +1,46 @@
+"""The one list of spans in a request's life, used by workers, responses and benchmarks alike.
+
+Each span is measured on one clock by whoever lives through it; only durations cross wires.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LegTimes:
+    """What one leg cost on its worker; seconds, tokens, bytes. Zero where it did not happen."""
+
+    queue_s: float = 0.0
+    """From the leg's arrival (DECODE: its commit) to the start of its first step."""
+    compute_s: float = 0.0
+    """PREFILL: from the first step to the first token. Else: from the first step to the end."""
+    reserve_wait_s: float = 0.0
+    """PREFILL: from the offer to its credit."""
+    transfer_s: float = 0.0
+    """PREFILL: from the manifest to the COMMIT."""
+    exposed_s: float = 0.0
+    """PREFILL: from the first token to the COMMIT: what the transfer delays the second token."""
+    transfer_bytes: int = 0
+    num_steps: int = 0
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """Where one choice's time went, from the router's accept to its last token."""
+
+    total_s: float
+    first_token_s: float
+    queue_s: float
+    """From accept to grant: tokenising, and waiting at the control plane."""
+    prefill_worker: str
+    decode_worker: str
+    reason: str
+    """Why this pair."""
+    prefill: LegTimes
+    decode: LegTimes
+    num_attempts: int

@@ -1,0 +1,1 @@
+"""Turns a checkpoint into logits: knows tensors, knows no request."""

@@ -1,0 +1,1 @@
+"""The workers' gRPC: legs from routers, link signalling between workers."""

@@ -1,0 +1,1 @@
+"""Moves block bytes between two workers."""

@@ -1,0 +1,1 @@
+"""Generated protobuf and gRPC code; nothing here is written by hand."""

@@ -1,0 +1,1 @@
+"""The half of a worker that imports KV and streams tokens."""

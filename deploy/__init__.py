@@ -1,0 +1,1 @@
+"""The composition root and everything about running the product."""

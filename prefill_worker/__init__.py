@@ -1,0 +1,1 @@
+"""The half of a worker that takes prompts and exports their KV."""

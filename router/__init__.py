@@ -1,0 +1,1 @@
+"""Speaks to clients: the OpenAI and gRPC doors, and the life of one request."""

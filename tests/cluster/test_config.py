@@ -1,0 +1,76 @@
+"""The deploy file: what it accepts, what it refuses and how it says so."""
+
+from pathlib import Path
+
+import pytest
+
+from cluster import config
+from cluster.errors import ConfigError
+
+TREE = {
+    "pools": [
+        {"name": "prefill", "role": "prefill", "cores": [0]},
+        {"name": "decode", "role": "decode", "kv_tokens": 4096},
+    ]
+}
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "deploy.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_round_trip_keeps_every_value():
+    built = config.from_tree(TREE)
+    assert config.from_tree(config.to_tree(built)) == built
+    assert built.pool("decode").num_blocks == 256
+
+
+@pytest.mark.parametrize(
+    ("tree", "field", "hint"),
+    [
+        ({**TREE, "modle": {}}, "modle", "did you mean 'model'"),
+        ({**TREE, "scheduling": {"policy": "fcsf"}}, "scheduling.policy", "did you mean 'fcfs'"),
+        ({**TREE, "model": {"max_model_len": "2k"}}, "model.max_model_len", "expected int"),
+        ({**TREE, "limits": {"default_deadline_s": True}}, "limits.default_deadline_s", "float"),
+        ({**TREE, "router": {"replicas": 0}}, "router.replicas", "above 0"),
+        ({"pools": [{"name": "a", "role": "prefil"}]}, "pools.0.role", "did you mean 'prefill'"),
+        ({"pools": [{"name": "a", "role": "decode"}]}, "pools", "need a prefill and a decode"),
+        ({"pools": [{"role": "mixed"}]}, "pools.0.name", "missing"),
+        ({}, "pools", "missing"),
+        ({"pools": [{"name": "a", "role": "mixed", "dtype": "fp16"}]}, "pools.0.dtype", "fp"),
+        ({"pools": [{"name": "a", "role": "mixed", "kv_tokens": 17}]}, "pools.a.kv_tokens", "mult"),
+        ({"pools": [{"name": "a", "role": "mixed", "count": 2, "cores": [0]}]}, "pools.a.cores", "f"),
+        ({**TREE, "endpoints": {"http_port": 8001}}, "endpoints", "differ"),
+    ],
+)  # fmt: skip
+def test_refuses_with_the_path_and_a_hint(tree, field, hint):
+    with pytest.raises(ConfigError, match=hint) as caught:
+        config.from_tree(tree)
+    assert caught.value.field == field
+
+
+def test_load_applies_overrides_by_name_and_index(tmp_path):
+    path = write(tmp_path, "pools: [{name: a, role: mixed}]")
+    loaded = config.load(path, ["pools.a.count=3", "pools.0.kv_tokens=64", "router.replicas=2"])
+    assert (loaded.pool("a").count, loaded.pool("a").kv_tokens) == (3, 64)
+    assert loaded.router.replicas == 2
+
+
+@pytest.mark.parametrize("override", ["nonsense", "pools.b.count=2", "model.pth=x", "router=1"])
+def test_refuses_a_bad_override(tmp_path, override):
+    path = write(tmp_path, "pools: [{name: a, role: mixed}]")
+    with pytest.raises(ConfigError):
+        config.load(path, [override])
+
+
+@pytest.mark.parametrize("text", ["pools: [", "- a", ""])
+def test_refuses_what_is_not_a_mapping(tmp_path, text):
+    with pytest.raises(ConfigError):
+        config.load(write(tmp_path, text))
+
+
+def test_refuses_a_missing_file(tmp_path):
+    with pytest.raises(ConfigError, match="No such file"):
+        config.load(tmp_path / "none.yaml")
