@@ -14,6 +14,8 @@ TREE = {
     ]
 }
 
+MIXED = {"name": "a", "role": "mixed"}
+
 
 def write(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "deploy.yaml"
@@ -39,9 +41,9 @@ def test_round_trip_keeps_every_value():
         ({"pools": [{"name": "a", "role": "decode"}]}, "pools", "need a prefill and a decode"),
         ({"pools": [{"role": "mixed"}]}, "pools.0.name", "missing"),
         ({}, "pools", "missing"),
-        ({"pools": [{"name": "a", "role": "mixed", "dtype": "fp16"}]}, "pools.0.dtype", "fp"),
-        ({"pools": [{"name": "a", "role": "mixed", "kv_tokens": 17}]}, "pools.a.kv_tokens", "mult"),
-        ({"pools": [{"name": "a", "role": "mixed", "count": 2, "cores": [0]}]}, "pools.a.cores", "f"),
+        ({"pools": [{**MIXED, "dtype": "fp61"}]}, "pools.0.dtype", "did you mean 'fp"),
+        ({"pools": [{**MIXED, "kv_tokens": 17}]}, "pools.a.kv_tokens", "not a multiple"),
+        ({"pools": [{**MIXED, "count": 2, "cores": [0]}]}, "pools.a.cores", "fewer than count"),
         ({**TREE, "endpoints": {"http_port": 8001}}, "endpoints", "differ"),
     ],
 )  # fmt: skip

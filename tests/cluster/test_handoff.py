@@ -12,7 +12,7 @@ def make_handoff(state: HandoffState) -> Handoff:
     return Handoff(handoff_id="h", key=LegKey("r", 0, 0), num_blocks=2, state=state)
 
 
-@pytest.mark.parametrize(("old", "new"), itertools.product(HandoffState, HandoffState))
+@pytest.mark.parametrize(("old", "new"), list(itertools.product(HandoffState, HandoffState)))
 def test_moves_exactly_by_the_table(old, new):
     handoff = make_handoff(old)
     cause = AbortCause.FAULT if new is HandoffState.ABORTED else None
