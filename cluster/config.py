@@ -62,10 +62,9 @@ class Policy(enum.Enum):
 
 
 class Host(enum.Enum):
-    """What runs the processes: a Ray cluster, plain processes, or one process for everything."""
+    """What runs the cluster: Ray, or one process for everything."""
 
     RAY = "ray"
-    PROCESSES = "processes"
     INLINE = "inline"
 
 
@@ -328,7 +327,8 @@ def _check_pool(pool: PoolConfig) -> None:
     for name in _POSITIVE_OF_POOL:
         _check_positive(f"{path}.{name}", getattr(pool, name))
     if pool.kv_tokens % pool.block_size:
-        raise ConfigError(f"{path}.kv_tokens: not a multiple of block_size", field=path)
+        field = f"{path}.kv_tokens"
+        raise ConfigError(f"{field}: not a multiple of block_size", field=field)
     if pool.chunk_tokens < 0 or pool.token_budget < pool.max_num_seqs:
         raise ConfigError(f"{path}: chunk_tokens < 0 or token_budget < max_num_seqs", field=path)
     if pool.cores and len(pool.cores) < pool.count * pool.cores_per_worker:

@@ -1,0 +1,114 @@
+"""The ``pdserve`` command."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cluster import config as deploy_config
+from cluster.errors import PdserveError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+TRIAL_CONFIG = Path(__file__).parent / "configs" / "trial.yaml"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; errors that we raise on purpose become one line and exit code 1."""
+    arguments = _parser().parse_args(argv)
+    logging.basicConfig(
+        level=logging.DEBUG if arguments.verbose else logging.WARNING,
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+    )
+    try:
+        return int(arguments.run(arguments))
+    except PdserveError as error:
+        print(f"pdserve: {error.message}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="pdserve", description=__doc__)
+    parser.add_argument("--verbose", action="store_true", help="log what happens")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="start a cluster and serve until Ctrl-C")
+    _add_config(serve)
+    serve.add_argument("--model", help="a folder or a Hugging Face id (sets model.path)")
+    serve.add_argument("--once", action="store_true", help="exit after the proof")
+    serve.set_defaults(run=_serve)
+
+    down = commands.add_parser("down", help="clear what an earlier run left behind")
+    _add_config(down)
+    down.set_defaults(run=_down)
+
+    status = commands.add_parser("status", help="pools, slots, blocks, queue, pair latencies")
+    _add_config(status)
+    status.add_argument("--json", action="store_true", help="print JSON")
+    status.set_defaults(run=_status)
+
+    generate = commands.add_parser("generate", help="stream one answer and its timeline")
+    _add_config(generate)
+    generate.add_argument("prompt")
+    generate.add_argument("--max-tokens", type=int, default=128)
+    generate.add_argument("--temperature", type=float, default=0.0)
+    generate.add_argument("--seed", type=int)
+    generate.add_argument("--raw", action="store_true", help="no chat template")
+    generate.set_defaults(run=_generate)
+
+    bench = commands.add_parser("bench", help="measure against references in the same run")
+    bench.add_argument("names", nargs="*", metavar="NAME")
+    bench.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
+    bench.set_defaults(run=_bench)
+    return parser
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, default=TRIAL_CONFIG, metavar="FILE")
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=v", dest="overrides")
+
+
+def _load(arguments: argparse.Namespace) -> deploy_config.DeployConfig:
+    return deploy_config.load(arguments.config, arguments.overrides)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from deploy import launch
+
+    if arguments.model:
+        arguments.overrides.append(f"model.path={arguments.model}")
+    return launch.serve(_load(arguments), is_once=arguments.once)
+
+
+def _down(arguments: argparse.Namespace) -> int:
+    from deploy import launch
+
+    return launch.down(_load(arguments))
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from deploy import status
+
+    return status.show(_load(arguments), is_json=arguments.json)
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from deploy import generate
+
+    return generate.stream(_load(arguments), arguments)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from deploy.bench import runner
+
+    return runner.run(arguments.names, json_path=arguments.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

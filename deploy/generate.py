@@ -1,0 +1,48 @@
+"""``pdserve generate``: one streamed answer over gRPC, and where its time went."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from google.protobuf.json_format import MessageToDict
+
+from deploy.client import Client
+from deploy.proof import timeline_text
+
+if TYPE_CHECKING:
+    import argparse
+
+    from cluster.config import DeployConfig
+
+
+def stream(config: DeployConfig, arguments: argparse.Namespace) -> int:
+    """Print the answer as it comes, then its timeline; returns the exit code."""
+    options = {
+        "max_tokens": arguments.max_tokens,
+        "temperature": arguments.temperature,
+        "timeline": True,
+    }
+    if arguments.seed is not None:
+        options["seed"] = arguments.seed
+    source = (
+        {"prompt": arguments.prompt}
+        if arguments.raw
+        else {"messages": [("user", arguments.prompt)]}
+    )
+    with Client(f"{config.endpoints.host}:{config.endpoints.grpc_port}") as client:
+        for piece in client.generate(**source, **options):
+            sys.stdout.write(piece.text)
+            sys.stdout.flush()
+            if piece.finish_reason:
+                usage = (
+                    f"{piece.usage.prompt_tokens} tokens in, {piece.usage.completion_tokens} out"
+                )
+                timeline = MessageToDict(
+                    piece.timeline,
+                    preserving_proto_field_name=True,
+                    always_print_fields_with_no_presence=True,
+                )
+                timeline["prefill"]["transfer_bytes"] = piece.timeline.prefill.transfer_bytes
+                sys.stdout.write(f"\n\n  {usage}\n{timeline_text(timeline)}\n")
+    return 0

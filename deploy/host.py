@@ -1,0 +1,27 @@
+"""What can run a cluster's processes: the contract that every host keeps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from cluster.errors import StartupError
+
+
+class ClusterHost(Protocol):
+    """Starts one cluster, tells when it is past help, and stops all it started."""
+
+    def start(self) -> None:
+        """Start everything and return; readiness is the control plane's to tell.
+
+        Raises StartupError.
+        """
+        ...
+
+    def failure(self) -> StartupError | None:
+        """Return why the cluster cannot become or stay ready, with reason and log path."""
+        ...
+
+    def stop(self, timeout_s: float) -> None:
+        """Stop what ``start`` started; idempotent, and safe after a failed start."""
+        ...

@@ -1,0 +1,116 @@
+"""A cluster in one process, without Ray: the same control plane, workers and doors on one loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from cluster.clock import SystemClock
+from cluster.control.server import ControlServer
+from cluster.errors import EngineFault, PdserveError, StartupError
+from cluster.transport.loopback import LoopbackTransport
+from deploy.worker import Worker
+from router.ingress import Ingress
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cluster.config import DeployConfig, PoolConfig
+
+_STOP_GRACE_S = 1.0
+
+
+class InlineHost:
+    """Runs everything on one event loop in a thread of its own; KV moves within the process."""
+
+    def __init__(self, config: DeployConfig, *, model_path: Path) -> None:
+        self._config = config
+        self._model_path = model_path
+        self._thread = threading.Thread(target=self._run, name="inline-cluster", daemon=True)
+        self._started = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._failure: StartupError | None = None
+
+    def start(self) -> None:
+        """Start the loop and return when all of it is up; raises StartupError."""
+        self._thread.start()
+        self._started.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def failure(self) -> StartupError | None:
+        """Return why the loop ended, if it did."""
+        return self._failure
+
+    def stop(self, timeout_s: float) -> None:
+        """End the loop, for ``timeout_s`` at most."""
+        if self._loop is not None and self._stop is not None and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except PdserveError as error:
+            self._failure = StartupError(error.message)
+        except Exception as error:
+            self._failure = StartupError(f"the cluster ended: {error!r}")
+        finally:
+            self._started.set()
+
+    async def _serve(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        endpoints = self._config.endpoints
+        async with AsyncExitStack() as stack:
+            control = ControlServer(self._config, SystemClock())
+            stack.push_async_callback(control.stop)
+            await control.start(endpoints.host, endpoints.control_port)
+            transport = LoopbackTransport()
+            workers = [
+                await self._start_worker(stack, pool, index, transport)
+                for pool in self._config.pools
+                for index in range(pool.count)
+            ]
+            ingress = Ingress(self._config, self._model_path)
+            stack.push_async_callback(ingress.stop)
+            await ingress.start()
+            server = uvicorn.Server(
+                uvicorn.Config(
+                    ingress.api,
+                    host=endpoints.host,
+                    port=endpoints.http_port,
+                    log_level="warning",
+                    timeout_graceful_shutdown=1,
+                )
+            )
+            door = asyncio.create_task(server.serve())
+            faults = [worker.fault for worker in workers]
+            self._started.set()
+            stopped = asyncio.create_task(self._stop.wait())
+            await asyncio.wait({stopped, door, *faults}, return_when=asyncio.FIRST_COMPLETED)
+            server.should_exit = True
+            await door
+            if any(fault.done() for fault in faults):
+                raise EngineFault("an engine failed")
+
+    async def _start_worker(
+        self, stack: AsyncExitStack, pool: PoolConfig, index: int, transport: LoopbackTransport
+    ) -> Worker:
+        endpoints = self._config.endpoints
+        worker = await asyncio.to_thread(
+            Worker.build,
+            self._config,
+            pool,
+            worker_id=f"{pool.name}-{index}",
+            model_path=self._model_path,
+            control_address=f"{endpoints.host}:{endpoints.control_port}",
+            transport=transport,
+        )
+        stack.push_async_callback(worker.stop, _STOP_GRACE_S)
+        await worker.start()
+        return worker

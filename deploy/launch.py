@@ -1,0 +1,159 @@
+"""``pdserve serve`` and ``pdserve down``: the life of one cluster on this machine.
+
+check the machine -> fetch the model -> claim the run folder -> start the host -> wait until every
+worker has registered and the doors answer -> prove it with one streamed request -> serve -> stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import signal
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import httpx
+
+from cluster.config import Host
+from cluster.control.status import get_cluster
+from cluster.errors import PdserveError, StartupError
+from deploy import proof
+from deploy.machine import check_machine
+from deploy.run_state import RunState
+from deploy.trial_model import resolve_model
+from router.served import served_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cluster.config import DeployConfig
+    from deploy.host import ClusterHost
+
+_READY_TIMEOUT_S = 180.0
+_POLL_S = 0.25
+_STOP_TIMEOUT_S = 8.0
+_CLEAR_TIMEOUT_S = 6.0
+
+
+def serve(config: DeployConfig, *, is_once: bool) -> int:
+    """Run a cluster until Ctrl-C (or SIGTERM), or until its proof with ``is_once``.
+
+    Raises StartupError with the reason and the remedy; whatever was started is stopped first.
+    """
+    began = time.monotonic()
+    state = RunState(config.endpoints.control_port)
+    check_machine(config, state=state)
+    folder, name = resolve_model(config.model.path)
+    config = _completed(config, folder, name)
+    state.begin(_ports(config))
+    host = _host(config, folder, state)
+    stopping = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopping.set())
+    try:
+        _say("starting the cluster ...")
+        host.start()
+        if not _wait_ready(config, host, stopping):
+            return 130
+        _say(f"ready after {time.monotonic() - began:.1f} s; one request as a proof:\n")
+        proof.prove(config)
+        if not is_once:
+            proof.print_calls(config)
+            _say("serving; stop with Ctrl-C")
+            _serve_until(stopping, host)
+    finally:
+        _stop(host, state)
+    return 0
+
+
+def down(config: DeployConfig) -> int:
+    """End what a run with this control port started, whether its launcher lives or not."""
+    ended = RunState(config.endpoints.control_port).clear(_STOP_TIMEOUT_S + _CLEAR_TIMEOUT_S)
+    _say("\n".join(f"ended {process}" for process in ended) or "nothing was left")
+    return 0
+
+
+def _completed(config: DeployConfig, folder: Path, name: str) -> DeployConfig:
+    """Return the config with what the model itself decides: its name, and its longest context."""
+    name = config.model.name or name
+    served = served_model(folder, name=name, max_model_len=config.model.max_model_len)
+    model = dataclasses.replace(config.model, name=name, max_model_len=served.max_model_len)
+    return dataclasses.replace(config, model=model)
+
+
+def _ports(config: DeployConfig) -> dict[str, int]:
+    endpoints = config.endpoints
+    return {
+        "http": endpoints.http_port,
+        "grpc": endpoints.grpc_port,
+        "control": endpoints.control_port,
+    }
+
+
+def _host(config: DeployConfig, folder: Path, state: RunState) -> ClusterHost:
+    # Each host loads much that the other has no use for.
+    if config.host is Host.INLINE:
+        from deploy.host_inline import InlineHost
+
+        return InlineHost(config, model_path=folder)
+    from deploy.host_ray import RayHost
+
+    return RayHost(config, model_path=folder, state=state)
+
+
+def _wait_ready(config: DeployConfig, host: ClusterHost, stopping: threading.Event) -> bool:
+    """Wait until all workers are there and the router says ready; False: told to stop."""
+    deadline = time.monotonic() + _READY_TIMEOUT_S
+    while not stopping.is_set():
+        failure = host.failure()
+        if failure is not None:
+            raise failure
+        missing = _missing(config)
+        if not missing:
+            return True
+        if time.monotonic() >= deadline:
+            raise StartupError(f"not ready after {_READY_TIMEOUT_S:.0f} s: {missing}")
+        stopping.wait(_POLL_S)
+    return False
+
+
+def _missing(config: DeployConfig) -> str:
+    """Say what is not there yet; empty: ready."""
+    endpoints = config.endpoints
+    try:
+        view = asyncio.run(get_cluster(f"{endpoints.host}:{endpoints.control_port}", timeout_s=2.0))
+    except PdserveError:
+        return "the control plane does not answer"
+    for pool in config.pools:
+        here = sum(worker.worker.pool == pool.name for worker in view.workers)
+        if here < pool.count:
+            return f"pool {pool.name}: {here} of {pool.count} workers registered"
+    if view.num_routers < config.router.replicas:
+        return f"{view.num_routers} of {config.router.replicas} routers connected"
+    try:
+        url = f"http://{endpoints.host}:{endpoints.http_port}/health/ready"
+        answer = httpx.get(url, timeout=5.0)
+    except httpx.HTTPError as error:
+        return f"the HTTP door does not answer ({error})"
+    return "" if answer.status_code == httpx.codes.OK else f"not ready: {answer.text[:200]}"
+
+
+def _serve_until(stopping: threading.Event, host: ClusterHost) -> None:
+    while not stopping.wait(1.0):
+        failure = host.failure()
+        if failure is not None:
+            raise failure
+
+
+def _stop(host: ClusterHost, state: RunState) -> None:
+    """Stop in order, then end whatever is left; a second Ctrl-C changes nothing."""
+    _say("stopping ...")
+    host.stop(_STOP_TIMEOUT_S)
+    state.clear(_CLEAR_TIMEOUT_S)
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()

@@ -1,0 +1,62 @@
+"""The one Ray shell of a worker: an engine and a KV pool with the halves of its pool's role."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ray import serve
+
+from cluster import config as deploy_config
+from cluster.errors import EngineFault
+from deploy import cores
+from deploy.worker import Worker
+
+if TYPE_CHECKING:
+    from deploy.cores import CoreLease
+
+logger = logging.getLogger(__name__)
+
+
+@serve.deployment
+class WorkerReplica:
+    """Hosts one ``Worker``; Serve's calls never reach it, only Serve's health checks do."""
+
+    async def __init__(
+        self, tree: dict[str, Any], pool_name: str, model_path: str, cores_dir: str
+    ) -> None:
+        config = deploy_config.from_tree(tree)
+        pool = config.pool(pool_name)
+        self._lease: CoreLease = await asyncio.to_thread(
+            cores.lease_cores,
+            Path(cores_dir),
+            pool.name,
+            pool.cores,
+            pool.cores_per_worker,
+            pool.count,
+        )
+        worker_id = f"{pool.name}-{self._lease.index}"
+        logger.info("worker=%s pid=%d cores=%s loading", worker_id, os.getpid(), self._lease.cores)
+        self._worker = await asyncio.to_thread(
+            Worker.build,
+            config,
+            pool,
+            worker_id=worker_id,
+            model_path=Path(model_path),
+            control_address=f"{config.endpoints.host}:{config.endpoints.control_port}",
+            cores=self._lease.cores,
+        )
+        await self._worker.start()
+
+    async def check_health(self) -> None:
+        """Fail once the engine has: Serve then replaces this process."""
+        if self._worker.fault.done():
+            raise EngineFault("the engine failed", worker_id=self._worker.worker_id)
+
+    async def __del__(self) -> None:
+        """Leave the control plane, end every leg, stop the step thread."""
+        await self._worker.stop(grace_s=1.0)
+        self._lease.release()

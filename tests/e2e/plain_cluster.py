@@ -1,0 +1,182 @@
+"""A cluster without Ray for tests: worker processes over Gloo, the rest on a loop in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import uvicorn
+import yaml
+
+from cluster import config as deploy_config
+from cluster.clock import SystemClock
+from cluster.config import DeployConfig, EndpointsConfig, ModelConfig, PoolConfig, Role
+from cluster.control.server import ControlServer
+from cluster.control.status import get_cluster
+from router.ingress import Ingress
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that were free a moment ago; all distinct."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def make_config(model: Path, pools: dict[str, tuple[Role, int]], **pool_options) -> DeployConfig:
+    """A config of tiny fp32 pools, ``name -> (role, count)``, on free ports."""
+    http, grpc, control = free_ports(3)
+    options = {"dtype": deploy_config.Dtype.FP32, "kv_tokens": 8192, **pool_options}
+    return DeployConfig(
+        pools=tuple(
+            PoolConfig(name=name, role=role, count=count, **options)
+            for name, (role, count) in pools.items()
+        ),
+        model=ModelConfig(path=str(model), name="tiny", max_model_len=1024),
+        endpoints=EndpointsConfig(http_port=http, grpc_port=grpc, control_port=control),
+    )
+
+
+class PlainCluster:
+    """Started by ``plain_cluster``; knows its doors and its worker processes."""
+
+    def __init__(self, config: DeployConfig, model: Path, folder: Path) -> None:
+        self.config = config
+        self.model = model
+        self.folder = folder
+        self.workers: dict[str, subprocess.Popen[str]] = {}
+        endpoints = config.endpoints
+        self.http = f"http://{endpoints.host}:{endpoints.http_port}"
+        self.grpc = f"{endpoints.host}:{endpoints.grpc_port}"
+        self.control = f"{endpoints.host}:{endpoints.control_port}"
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
+        self._up = threading.Event()
+        self.failure: BaseException | None = None
+
+    def start(self) -> None:
+        path = self.folder / "deploy.yaml"
+        path.write_text(yaml.safe_dump(deploy_config.to_tree(self.config)))
+        self._thread.start()
+        assert self._up.wait(30)
+        if self.failure:
+            raise self.failure
+        for pool in self.config.pools:
+            for index in range(pool.count):
+                self.start_worker(pool.name, f"{pool.name}-{index}")
+        for worker_id in self.workers:
+            self.wait_ready(worker_id)
+
+    def start_worker(self, pool: str, worker_id: str) -> None:
+        """Start one worker process; ``wait_ready`` waits for it."""
+        command = [
+            sys.executable, "-m", "deploy.worker_main",
+            "--config", str(self.folder / "deploy.yaml"),
+            "--pool", pool,
+            "--worker-id", worker_id,
+            "--model-path", str(self.model),
+            "--control", self.control,
+        ]  # fmt: skip
+        log = (self.folder / f"{worker_id}.log").open("a")
+        self.workers[worker_id] = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            cwd=REPO,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        log.close()
+
+    def wait_ready(self, worker_id: str) -> dict[str, object]:
+        line = self.workers[worker_id].stdout.readline()
+        if not line:
+            raise RuntimeError((self.folder / f"{worker_id}.log").read_text()[-3000:])
+        return json.loads(line)
+
+    def kill(self, worker_id: str) -> int:
+        """SIGKILL a worker; returns its pid once it is gone."""
+        process = self.workers.pop(worker_id)
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+        process.stdout.close()
+        return process.pid
+
+    def view(self):
+        return asyncio.run(get_cluster(self.control, timeout_s=5.0))
+
+    async def _serve(self) -> None:
+        endpoints = self.config.endpoints
+        control = ControlServer(self.config, SystemClock())
+        ingress = Ingress(self.config, self.model)
+        try:
+            await control.start(endpoints.host, endpoints.control_port)
+            await ingress.start()
+            server = uvicorn.Server(
+                uvicorn.Config(
+                    ingress.api,
+                    host=endpoints.host,
+                    port=endpoints.http_port,
+                    log_level="warning",
+                    timeout_graceful_shutdown=1,
+                )
+            )
+            door = asyncio.create_task(server.serve())
+            self._up.set()
+            await asyncio.to_thread(self._stop.wait)
+            server.should_exit = True
+            await door
+        except BaseException as error:
+            self.failure = error
+            self._up.set()
+        finally:
+            await ingress.stop()
+            await control.stop()
+
+    def stop(self) -> None:
+        for process in self.workers.values():
+            process.terminate()
+        for process in self.workers.values():
+            process.wait(10)
+            process.stdout.close()
+        self._stop.set()
+        self._thread.join(15)
+
+
+@contextlib.contextmanager
+def plain_cluster(
+    model: Path,
+    folder: Path,
+    pools: dict[str, tuple[Role, int]],
+    **pool_options,
+) -> Iterator[PlainCluster]:
+    """Run a cluster for the time of a ``with``."""
+    cluster = PlainCluster(make_config(model, pools, **pool_options), model, folder)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+def with_router_replicas(config: DeployConfig, replicas: int) -> DeployConfig:
+    """The same config with another number of router replicas."""
+    router = dataclasses.replace(config.router, replicas=replicas)
+    return dataclasses.replace(config, router=router)

@@ -1,0 +1,71 @@
+"""Greedy fp32 output equals transformers', however it is served (CASES P-13)."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from cluster.config import Role
+from deploy.client import Client
+from tests.e2e import reference
+from tests.e2e.plain_cluster import plain_cluster
+from tests.factories_model import VOCAB_SIZE
+
+NUM_TOKENS = 32
+SHAPES = {
+    "colocated": {"mixed": (Role.MIXED, 1)},
+    "1P1D": {"prefill": (Role.PREFILL, 1), "decode": (Role.DECODE, 1)},
+    "2P2D": {"prefill": (Role.PREFILL, 2), "decode": (Role.DECODE, 2)},
+}
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return reference.border_prompts(VOCAB_SIZE)
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_llama, prompts):
+    return reference.greedy(tiny_llama, prompts, NUM_TOKENS)
+
+
+def generate(client: Client, prompt: list[int]) -> list[int]:
+    pieces = client.generate(
+        prompt_ids={"ids": prompt}, max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True
+    )
+    return [token for piece in pieces for token in piece.token_ids]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.timeout(300)
+def test_tokens_equal_transformers(shape, tiny_llama, prompts, expected, tmp_path):
+    """CASES P-13: three passes in the same processes, at concurrency 1 and 8."""
+    assert len(prompts) == 50
+    with (
+        plain_cluster(tiny_llama, tmp_path, SHAPES[shape]) as cluster,
+        Client(cluster.grpc) as client,
+    ):
+        for _ in range(3):
+            for concurrency in (1, 8):
+                with ThreadPoolExecutor(concurrency) as pool:
+                    outputs = list(pool.map(lambda prompt: generate(client, prompt), prompts))
+                wrong, ties = expected.disagreements(outputs)
+                assert not wrong
+                assert ties <= len(prompts) * 0.01 + 1
+        view = cluster.view()
+    _assert_who_computed(view, prompts, is_disaggregated=shape != "colocated")
+
+
+def _assert_who_computed(view, prompts, *, is_disaggregated):
+    """The decode side computed no prompt, and Gloo moved every block of every prompt."""
+    num_passes = 6
+    counters = {w.worker.worker_id: w.report.counters for w in view.workers}
+    prefilled = sum(len(prompt) for prompt in prompts) * num_passes
+    if not is_disaggregated:
+        assert counters["mixed-0"]["prefilled_tokens"] == prefilled
+        return
+    assert sum(c["prefilled_tokens"] for w, c in counters.items() if "prefill" in w) == prefilled
+    assert sum(c["prefilled_tokens"] for w, c in counters.items() if "decode" in w) == 0
+    block_size = view.workers[0].worker.block_size
+    block_bytes = block_size * 2 * 2 * 2 * 16 * 4  # K and V, layers, kv heads, head dim, fp32
+    num_blocks = sum(-(-len(prompt) // block_size) for prompt in prompts) * num_passes
+    assert sum(link.num_bytes for link in view.links) == num_blocks * block_bytes
