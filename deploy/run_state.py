@@ -73,7 +73,7 @@ class RunState:
         """
         self._make_private(self._parent)
         with locks.locked(self._lock_path, timeout_s=_LOCK_S):
-            self._refuse_company()
+            self.check_free()
             if self.folder.exists():
                 self._check_private(self.folder)
                 shutil.rmtree(self.folder)
@@ -124,6 +124,21 @@ class RunState:
     def leftovers(self) -> list[ProcessRef]:
         """Return what a dead launcher left alive; nothing while the launcher lives."""
         return [] if self.running() is not None else self._started()
+
+    def check_free(self) -> None:
+        """Raise StartupError where such a cluster runs, or an earlier one left processes."""
+        launcher = self.running()
+        if launcher is not None:
+            raise StartupError(
+                f"a cluster with this control port is running already: {launcher}; "
+                "stop it with `pdserve down`, or choose other ports"
+            )
+        left = self.leftovers()
+        if left:
+            raise StartupError(
+                f"an earlier run left {len(left)} processes behind: {', '.join(map(str, left))}; "
+                "clear them with `pdserve down`"
+            )
 
     def clear(self, timeout_s: float) -> list[ProcessRef]:
         """End the whole run and remove its folder; return the processes that were ended.
@@ -177,20 +192,6 @@ class RunState:
             if process.pid not in found and process.pid != os.getpid() and process.is_alive():
                 found[process.pid] = process
         return [found[pid] for pid in sorted(found)]
-
-    def _refuse_company(self) -> None:
-        launcher = self.running()
-        if launcher is not None:
-            raise StartupError(
-                f"a cluster with this control port is running already: {launcher}; "
-                "stop it with `pdserve down`, or choose other ports"
-            )
-        left = self.leftovers()
-        if left:
-            raise StartupError(
-                f"an earlier run left {len(left)} processes behind: {', '.join(map(str, left))}; "
-                "clear them with `pdserve down`"
-            )
 
     def _make_private(self, folder: Path) -> None:
         try:

@@ -293,12 +293,15 @@ class Reject(_message.Message):
     CODE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_S_FIELD_NUMBER: _builtins.int
+    FIELD_FIELD_NUMBER: _builtins.int
     term: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     code: _builtins.str
     message: _builtins.str
     retry_after_s: _builtins.float
+    field: _builtins.str
+    """of a request that can never be served"""
     def __init__(
         self,
         *,
@@ -308,10 +311,11 @@ class Reject(_message.Message):
         code: _builtins.str = ...,
         message: _builtins.str = ...,
         retry_after_s: _builtins.float = ...,
+        field: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "code", b"code", "message", b"message", "request_id", b"request_id", "retry_after_s", b"retry_after_s", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "code", b"code", "field", b"field", "message", b"message", "request_id", b"request_id", "retry_after_s", b"retry_after_s", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

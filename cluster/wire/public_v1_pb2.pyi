@@ -82,6 +82,8 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
+    """Signed integers, so that what is out of range is refused by name as over HTTP."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
@@ -101,9 +103,11 @@ class GenerateRequest(_message.Message):
     """empty: the model that is served"""
     prompt: _builtins.str
     max_tokens: _builtins.int
+    """absent: fills the context"""
     temperature: _builtins.float
     top_p: _builtins.float
     top_k: _builtins.int
+    """0 or -1: off"""
     seed: _builtins.int
     ignore_eos: _builtins.bool
     timeout_s: _builtins.float

@@ -57,7 +57,8 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Stops a running request by the id that Generate sent first; any router takes it.
+        """Stops a running request by its request_id (in Generate's initial metadata as
+        x-request-id, and in every message); any router takes it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

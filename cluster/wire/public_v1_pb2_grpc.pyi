@@ -34,7 +34,9 @@ class InferenceStub:
     Generate: _grpc.UnaryStreamMultiCallable[_public_v1_pb2.GenerateRequest, _public_v1_pb2.GenerateResponse]
     """Streams the text of one choice as it is made; the last message carries the finish."""
     Cancel: _grpc.UnaryUnaryMultiCallable[_public_v1_pb2.CancelRequest, _public_v1_pb2.CancelResponse]
-    """Stops a running request by the id that Generate sent first; any router takes it."""
+    """Stops a running request by its request_id (in Generate's initial metadata as
+    x-request-id, and in every message); any router takes it.
+    """
 
 @_typing.type_check_only
 class InferenceAsyncStub(InferenceStub):
@@ -42,7 +44,9 @@ class InferenceAsyncStub(InferenceStub):
     Generate: _aio.UnaryStreamMultiCallable[_public_v1_pb2.GenerateRequest, _public_v1_pb2.GenerateResponse]  # type: ignore[assignment]
     """Streams the text of one choice as it is made; the last message carries the finish."""
     Cancel: _aio.UnaryUnaryMultiCallable[_public_v1_pb2.CancelRequest, _public_v1_pb2.CancelResponse]  # type: ignore[assignment]
-    """Stops a running request by the id that Generate sent first; any router takes it."""
+    """Stops a running request by its request_id (in Generate's initial metadata as
+    x-request-id, and in every message); any router takes it.
+    """
 
 class InferenceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -59,6 +63,8 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _public_v1_pb2.CancelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_public_v1_pb2.CancelResponse, _abc.Awaitable[_public_v1_pb2.CancelResponse]]:
-        """Stops a running request by the id that Generate sent first; any router takes it."""
+        """Stops a running request by its request_id (in Generate's initial metadata as
+        x-request-id, and in every message); any router takes it.
+        """
 
 def add_InferenceServicer_to_server(servicer: InferenceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,4 +1,4 @@
-"""Every listener of every process stands in the README's table of ports, and few are wide (S-03)."""
+"""S-03: every listener of every process stands in the README's table of ports; few are wide."""
 
 import ipaddress
 import re

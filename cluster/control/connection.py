@@ -1,0 +1,166 @@
+"""One stream to the control plane that comes back by itself, for routers and workers alike."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+import grpc
+import grpc.aio
+
+from cluster.errors import PdserveError
+from cluster.wire.control_pb2_grpc import ControlStub
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+Up = TypeVar("Up")
+Sent = TypeVar("Sent", covariant=True)
+Down = TypeVar("Down", contravariant=True)
+
+MAX_MESSAGE_BYTES = 4 << 20
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A peer that hangs without closing its socket is found within these two.
+    ("grpc.keepalive_time_ms", 2000),
+    ("grpc.keepalive_timeout_ms", 2000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # Every attempt is a fresh connection: no shared back-off, no proxy from the environment.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backoff:
+    """Waits between two attempts: doubled from first to last, with up to a quarter of jitter."""
+
+    first_s: float = 0.05
+    last_s: float = 0.5
+
+    def wait_s(self, num_failures: int) -> float:
+        """Seconds to wait after ``num_failures`` (>= 1) attempts in a row."""
+        doubled = self.first_s * 2.0 ** min(num_failures - 1, 16)
+        return min(self.last_s, doubled) * random.uniform(0.75, 1.0)
+
+
+class StreamEvents(Protocol[Sent, Down]):
+    """What the owner of a connection is told, all on the event loop."""
+
+    def on_dialled(self, send: Callable[[Sent], None]) -> None:
+        """Say hello; what is sent here goes first."""
+        ...
+
+    def on_message(self, message: Down) -> None:
+        """The other end said something."""
+        ...
+
+    def on_lost(self, num_failures: int) -> None:
+        """The stream is gone, or was refused; the next attempt follows after the back-off."""
+        ...
+
+
+class Connection(Generic[Up, Down]):
+    """Keeps one bidirectional stream open until ``stop``; what is sent while it is away is lost.
+
+    Owners say again in ``on_dialled`` what must not be lost.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        open_stream: Callable[[ControlStub], Any],
+        *,
+        events: StreamEvents[Up, Down],
+        name: str,
+        backoff: Backoff | None = None,
+    ) -> None:
+        self._address = address
+        self._open_stream = open_stream
+        self._events = events
+        self._name = name
+        self._backoff = backoff or Backoff()
+        self._outgoing: asyncio.Queue[Up | None] | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Dial, and go on dialling, in the background."""
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._keep(), name=self._name)
+
+    def send(self, message: Up) -> bool:
+        """Queue a message on the open stream, in order; False where there is none."""
+        if self._outgoing is None:
+            return False
+        self._outgoing.put_nowait(message)
+        return True
+
+    async def stop(self, flush_s: float = 1.0) -> None:
+        """Send what is queued, within ``flush_s``, and hang up for good."""
+        task, self._task = self._task, None
+        if task is None:
+            return
+        if self._outgoing is not None:
+            self._outgoing.put_nowait(None)
+            await asyncio.wait([task], timeout=flush_s)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    async def _keep(self) -> None:
+        num_failures = 0
+        while True:
+            was_heard, is_over = await self._one_stream()
+            if is_over:
+                return
+            num_failures = 1 if was_heard else num_failures + 1
+            if num_failures == 1:
+                logger.warning("stream=%s control=%s lost", self._name, self._address)
+            self._events.on_lost(num_failures)
+            await asyncio.sleep(self._backoff.wait_s(num_failures))
+
+    async def _one_stream(self) -> tuple[bool, bool]:
+        """Live through one stream; whether the other end spoke, and whether we hung up."""
+        was_heard = is_over = False
+        outgoing: asyncio.Queue[Up | None] = asyncio.Queue()
+        async with grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel:
+            call = self._open_stream(ControlStub(channel))
+            writer = asyncio.get_running_loop().create_task(_write(call, outgoing))
+            self._outgoing = outgoing
+            self._events.on_dialled(outgoing.put_nowait)
+            try:
+                async for message in call:
+                    was_heard = True
+                    self._events.on_message(message)
+            except grpc.aio.AioRpcError as error:
+                logger.debug("stream=%s %s %s", self._name, error.code(), error.details())
+            except (PdserveError, ValueError) as error:
+                logger.error("stream=%s sent what cannot be read: %s", self._name, error)
+            finally:
+                self._outgoing = None
+                is_over = writer.done() and not writer.cancelled() and writer.result()
+                writer.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await writer
+                call.cancel()
+        return was_heard, is_over
+
+
+async def _write(call: Any, outgoing: asyncio.Queue[Any]) -> bool:
+    """Write until the queue says None (True), or until the stream is gone (False)."""
+    try:
+        while (message := await outgoing.get()) is not None:
+            await call.write(message)
+        await call.done_writing()
+    except (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
+        # The reader sees the same loss, with its reason.
+        return False
+    return True

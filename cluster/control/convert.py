@@ -1,0 +1,315 @@
+"""Facts to control.proto and back; what comes off the wire is checked here, field by field.
+
+Raises InvalidRequest with the field's name for a value that no honest peer sends.
+"""
+
+from __future__ import annotations
+
+import math
+
+from cluster.config import Role
+from cluster.control import facts
+from cluster.errors import BY_CODE, EngineFault, InvalidRequest, PdserveError
+from cluster.wire import control_pb2 as pb
+
+_MAX_ID_CHARS = 256
+_MAX_TOKENS = 1 << 24
+_MAX_SECONDS = 1e7
+
+
+def want_to_wire(want: facts.Want) -> pb.Want:
+    """Return the message for a want."""
+    return pb.Want(
+        request_id=want.request_id,
+        attempt=want.attempt,
+        num_prompt_tokens=want.num_prompt_tokens,
+        max_tokens=want.max_tokens,
+        waited_s=want.waited_s,
+        remaining_s=want.remaining_s,
+        avoid=want.avoid,
+    )
+
+
+def want_from_wire(message: pb.Want) -> facts.Want:
+    """Read a want; token counts and durations are in their ranges afterwards."""
+    return facts.Want(
+        request_id=_name("request_id", message.request_id),
+        attempt=message.attempt,
+        num_prompt_tokens=_count("num_prompt_tokens", message.num_prompt_tokens),
+        max_tokens=_count("max_tokens", message.max_tokens),
+        waited_s=max(0.0, _seconds("waited_s", message.waited_s)),
+        remaining_s=_seconds("remaining_s", message.remaining_s),
+        avoid=tuple(message.avoid),
+    )
+
+
+def _placed_to_wire(placed: facts.Placed | None) -> pb.Placed | None:
+    if placed is None:
+        return None
+    return pb.Placed(
+        worker_id=placed.worker_id,
+        incarnation=placed.incarnation,
+        address=placed.address,
+        pool=placed.pool,
+    )
+
+
+def _placed_from_wire(message: pb.Placed) -> facts.Placed:
+    return facts.Placed(
+        worker_id=message.worker_id,
+        incarnation=message.incarnation,
+        address=message.address,
+        pool=message.pool,
+    )
+
+
+def grant_to_wire(grant: facts.Grant) -> pb.Grant:
+    """Return the message for a grant."""
+    return pb.Grant(
+        term=grant.term,
+        grant_id=grant.grant_id,
+        request_id=grant.request_id,
+        attempt=grant.attempt,
+        prefill=_placed_to_wire(grant.prefill),
+        decode=_placed_to_wire(grant.decode),
+        handoff_id=grant.handoff_id,
+        reason=grant.reason,
+        predicted_s=grant.predicted_s,
+    )
+
+
+def grant_from_wire(message: pb.Grant) -> facts.Grant:
+    """Read a grant."""
+    has_prefill, has_decode = message.HasField("prefill"), message.HasField("decode")
+    return facts.Grant(
+        term=message.term,
+        grant_id=message.grant_id,
+        request_id=message.request_id,
+        attempt=message.attempt,
+        prefill=_placed_from_wire(message.prefill) if has_prefill else None,
+        decode=_placed_from_wire(message.decode) if has_decode else None,
+        handoff_id=message.handoff_id,
+        reason=message.reason,
+        predicted_s=message.predicted_s,
+    )
+
+
+def reject_to_wire(reject: facts.Reject, term: int) -> pb.Reject:
+    """Return the message for a reject."""
+    error = reject.error
+    return pb.Reject(
+        term=term,
+        request_id=reject.request_id,
+        attempt=reject.attempt,
+        code=error.code,
+        message=error.message,
+        retry_after_s=error.retry_after_s or 0.0,
+        field=error.field or "",
+    )
+
+
+def reject_from_wire(message: pb.Reject) -> facts.Reject:
+    """Read a reject; an unknown code is taken as a fault of ours."""
+    kind: type[PdserveError] = BY_CODE.get(message.code, EngineFault)
+    error = kind(
+        message.message,
+        stage="placement",
+        field=message.field or None,
+        retry_after_s=message.retry_after_s or None,
+    )
+    return facts.Reject(request_id=message.request_id, attempt=message.attempt, error=error)
+
+
+def registration_to_wire(registration: facts.Registration) -> pb.Register:
+    """Return the message for a registration."""
+    return pb.Register(
+        worker_id=registration.worker_id,
+        incarnation=registration.incarnation,
+        pool=registration.pool,
+        role=registration.role.value,
+        address=registration.address,
+        num_slots=registration.num_slots,
+        num_blocks=registration.num_blocks,
+        block_size=registration.block_size,
+        max_model_len=registration.max_model_len,
+        layout=registration.layout,
+        step_base_s=registration.step_base_s,
+        step_per_seq_s=registration.step_per_seq_s,
+        prefill_per_token_s=registration.prefill_per_token_s,
+        pid=registration.pid,
+        transport=registration.transport,
+    )
+
+
+def registration_from_wire(message: pb.Register) -> facts.Registration:
+    """Read a registration."""
+    roles = {role.value: role for role in Role}
+    if message.role not in roles:
+        raise InvalidRequest(f"role: unknown role {message.role!r}", field="role")
+    return facts.Registration(
+        worker_id=_name("worker_id", message.worker_id),
+        incarnation=_name("incarnation", message.incarnation),
+        pool=message.pool,
+        role=roles[message.role],
+        address=_name("address", message.address),
+        num_slots=message.num_slots,
+        num_blocks=message.num_blocks,
+        block_size=message.block_size,
+        max_model_len=message.max_model_len,
+        layout=message.layout,
+        step_base_s=_speed("step_base_s", message.step_base_s),
+        step_per_seq_s=_speed("step_per_seq_s", message.step_per_seq_s),
+        prefill_per_token_s=_speed("prefill_per_token_s", message.prefill_per_token_s),
+        pid=message.pid,
+        transport=message.transport,
+    )
+
+
+def report_to_wire(report: facts.WorkerReport) -> pb.WorkerReport:
+    """Return the message for a report."""
+    return pb.WorkerReport(
+        blocks=pb.Blocks(
+            free=report.blocks.free,
+            held=report.blocks.held,
+            importing=report.blocks.importing,
+        ),
+        num_running=report.num_running,
+        num_waiting=report.num_waiting,
+        num_transferring=report.num_transferring,
+        queued_tokens=report.queued_tokens,
+        held_grants=report.held_grants,
+        num_steps=report.num_steps,
+        step_base_s=report.step_base_s,
+        step_per_seq_s=report.step_per_seq_s,
+        prefill_per_token_s=report.prefill_per_token_s,
+        transfers=[
+            pb.TransferSample(
+                peer_worker_id=sample.peer_worker_id,
+                num_bytes=sample.num_bytes,
+                seconds=sample.seconds,
+            )
+            for sample in report.transfers
+        ],
+        counters=dict(report.counters),
+    )
+
+
+def report_from_wire(message: pb.WorkerReport) -> facts.WorkerReport:
+    """Read a report."""
+    blocks = message.blocks
+    return facts.WorkerReport(
+        blocks=facts.BlockCounts(free=blocks.free, held=blocks.held, importing=blocks.importing),
+        num_running=message.num_running,
+        num_waiting=message.num_waiting,
+        num_transferring=message.num_transferring,
+        queued_tokens=message.queued_tokens,
+        held_grants=tuple(message.held_grants),
+        num_steps=message.num_steps,
+        step_base_s=_speed("step_base_s", message.step_base_s),
+        step_per_seq_s=_speed("step_per_seq_s", message.step_per_seq_s),
+        prefill_per_token_s=_speed("prefill_per_token_s", message.prefill_per_token_s),
+        transfers=tuple(_sample_from_wire(sample) for sample in message.transfers),
+        counters=dict(message.counters),
+    )
+
+
+def _sample_from_wire(message: pb.TransferSample) -> facts.TransferSample:
+    return facts.TransferSample(
+        peer_worker_id=message.peer_worker_id,
+        num_bytes=message.num_bytes,
+        seconds=_speed("seconds", message.seconds),
+    )
+
+
+def view_to_wire(view: facts.ClusterView) -> pb.ClusterView:
+    """Return the message for a view."""
+    return pb.ClusterView(
+        term=view.term,
+        workers=[
+            pb.WorkerView(
+                worker=registration_to_wire(worker.worker),
+                report=report_to_wire(worker.report),
+                health=worker.health.value,
+                report_age_s=worker.report_age_s,
+                num_granted=worker.num_granted,
+            )
+            for worker in view.workers
+        ],
+        links=[
+            pb.LinkView(
+                prefill_worker_id=link.prefill_worker_id,
+                decode_worker_id=link.decode_worker_id,
+                alpha_s=link.alpha_s,
+                beta_bytes_per_s=link.beta_bytes_per_s,
+                num_transfers=link.num_transfers,
+                num_bytes=link.num_bytes,
+                last_s=link.last_s,
+            )
+            for link in view.links
+        ],
+        num_waiting=view.num_waiting,
+        waiting_tokens=view.waiting_tokens,
+        num_granted=view.num_granted,
+        num_routers=view.num_routers,
+        max_queue_requests=view.max_queue_requests,
+        retry_after_s=view.retry_after_s,
+    )
+
+
+def view_from_wire(message: pb.ClusterView) -> facts.ClusterView:
+    """Read a view."""
+    return facts.ClusterView(
+        term=message.term,
+        workers=tuple(
+            facts.WorkerView(
+                worker=registration_from_wire(worker.worker),
+                report=report_from_wire(worker.report),
+                health=facts.Health(worker.health),
+                report_age_s=worker.report_age_s,
+                num_granted=worker.num_granted,
+            )
+            for worker in message.workers
+        ),
+        links=tuple(
+            facts.LinkView(
+                prefill_worker_id=link.prefill_worker_id,
+                decode_worker_id=link.decode_worker_id,
+                alpha_s=link.alpha_s,
+                beta_bytes_per_s=link.beta_bytes_per_s,
+                num_transfers=link.num_transfers,
+                num_bytes=link.num_bytes,
+                last_s=link.last_s,
+            )
+            for link in message.links
+        ),
+        num_waiting=message.num_waiting,
+        waiting_tokens=message.waiting_tokens,
+        num_granted=message.num_granted,
+        num_routers=message.num_routers,
+        max_queue_requests=message.max_queue_requests,
+        retry_after_s=message.retry_after_s,
+    )
+
+
+def _name(field: str, value: str) -> str:
+    if not 0 < len(value) <= _MAX_ID_CHARS:
+        raise InvalidRequest(f"{field}: must have 1 to {_MAX_ID_CHARS} characters", field=field)
+    return value
+
+
+def _count(field: str, value: int) -> int:
+    if not 0 < value <= _MAX_TOKENS:
+        raise InvalidRequest(f"{field}: must be 1 to {_MAX_TOKENS}, got {value}", field=field)
+    return value
+
+
+def _seconds(field: str, value: float) -> float:
+    if not math.isfinite(value) or abs(value) > _MAX_SECONDS:
+        raise InvalidRequest(f"{field}: not a duration: {value}", field=field)
+    return value
+
+
+def _speed(field: str, value: float) -> float:
+    if _seconds(field, value) < 0.0:
+        raise InvalidRequest(f"{field}: must not be negative, got {value}", field=field)
+    return value

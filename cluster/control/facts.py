@@ -1,0 +1,207 @@
+"""What routers, workers and the control plane tell one another: control.proto as plain data.
+
+Frozen values only. ``convert`` is the one place that knows both these and the generated code.
+Durations are seconds; a duration was measured by whoever sent it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from cluster.config import Role
+from cluster.errors import PdserveError
+from cluster.request import Peer
+
+
+class Health(enum.Enum):
+    """What the control plane thinks of a worker; the dead are forgotten, not shown."""
+
+    ALIVE = "alive"
+    SUSPECTED = "suspected"
+    """Missed a beat, or has not reported yet: keeps what it has, gets no new grants."""
+
+
+# ---- router -> control plane
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Want:
+    """A request asks to be placed. ``(request_id, attempt)`` names it."""
+
+    request_id: str
+    attempt: int
+    num_prompt_tokens: int
+    max_tokens: int
+    waited_s: float
+    """Already waited, on earlier streams or in earlier attempts."""
+    remaining_s: float
+    """Left of the request's deadline."""
+    avoid: tuple[str, ...] = ()
+    """Incarnations that this request must not be placed on."""
+
+
+# ---- control plane -> router
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """The worker that a grant names for one leg."""
+
+    worker_id: str
+    incarnation: str
+    address: str
+    pool: str
+
+    @property
+    def peer(self) -> Peer:
+        """The same worker as legs name it."""
+        return Peer(worker_id=self.worker_id, incarnation=self.incarnation, address=self.address)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    """The placement of one attempt; at least one of ``prefill`` and ``decode`` is set."""
+
+    term: int
+    grant_id: str
+    request_id: str
+    attempt: int
+    prefill: Placed | None
+    """None: the decode worker prefills by itself (a LOCAL leg)."""
+    decode: Placed | None
+    """None: the choice ends at its first token (a PREFILL leg without a handoff)."""
+    handoff_id: str
+    """Empty where nothing is handed over."""
+    reason: str
+    predicted_s: float
+    """Predicted time from the grant to the first token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reject:
+    """The last word about a want that is not placed; ``error`` says why and when to come back."""
+
+    request_id: str
+    attempt: int
+    error: PdserveError
+
+
+# ---- worker -> control plane
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCounts:
+    """A worker's KV blocks by state; together they are its pool."""
+
+    free: int
+    held: int = 0
+    importing: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferSample:
+    """One real transfer, told by its prefill worker: manifest to COMMIT."""
+
+    peer_worker_id: str
+    """The decode worker."""
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registration:
+    """Who a worker is and what it can hold; constant for one incarnation."""
+
+    worker_id: str
+    incarnation: str
+    pool: str
+    role: Role
+    address: str
+    num_slots: int
+    """Sequences that share a step."""
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    layout: str
+    """``KVLayout.describe()``."""
+    step_base_s: float
+    """A decode step of n sequences takes about ``step_base_s + n * step_per_seq_s``."""
+    step_per_seq_s: float
+    prefill_per_token_s: float
+    pid: int
+    transport: str
+    """A ``TransportKind`` value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerReport:
+    """A worker's load at one instant. The worker's own pool is the authority."""
+
+    blocks: BlockCounts
+    num_running: int = 0
+    num_waiting: int = 0
+    num_transferring: int = 0
+    """Handoffs offered or being sent or received."""
+    queued_tokens: int = 0
+    """Prompt tokens accepted and not yet computed."""
+    held_grants: tuple[str, ...] = ()
+    """Grants with a leg on this worker that has not ended; each leg from its arrival on."""
+    num_steps: int = 0
+    step_base_s: float = 0.0
+    """Measured speeds; zero: not measured yet, the registration's hold."""
+    step_per_seq_s: float = 0.0
+    prefill_per_token_s: float = 0.0
+    transfers: tuple[TransferSample, ...] = ()
+    """Transfers that ended since the last report."""
+    counters: Mapping[str, float] = field(default_factory=dict)
+    """Monotonic counters of this incarnation, named as in /metrics."""
+
+
+# ---- the view
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerView:
+    """One worker as the control plane sees it."""
+
+    worker: Registration
+    report: WorkerReport
+    health: Health
+    report_age_s: float
+    num_granted: int
+    """Grants to this worker that it has not reported yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkView:
+    """The transfer estimate of one pair: seconds = ``alpha_s + bytes / beta_bytes_per_s``."""
+
+    prefill_worker_id: str
+    decode_worker_id: str
+    alpha_s: float
+    beta_bytes_per_s: float
+    num_transfers: int
+    num_bytes: int
+    last_s: float
+    """Duration of the last transfer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterView:
+    """The control plane's picture at one instant."""
+
+    term: int
+    workers: tuple[WorkerView, ...]
+    links: tuple[LinkView, ...]
+    num_waiting: int
+    """Wants in the queue."""
+    waiting_tokens: int
+    """Their prompt tokens."""
+    num_granted: int
+    """Grants that live."""
+    num_routers: int
+    max_queue_requests: int
+    retry_after_s: float
+    """What a refused client would be told now."""

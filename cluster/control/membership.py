@@ -1,0 +1,113 @@
+"""Which workers there are, and which of them live: joining, reporting, falling silent, leaving.
+
+    registered (suspected) --report--> ALIVE --silence, or a broken stream--> SUSPECTED --report on
+    a live stream--> ALIVE; SUSPECTED for too long, replaced or left: forgotten, with its grants
+
+A worker that was declared dead and is not may register again, also under the same incarnation; one
+that was replaced by another incarnation may not: two processes would take turns.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from typing import TYPE_CHECKING
+
+from cluster.control import admission
+from cluster.control.decisions import AbortLegs, Decision, WorkerDied
+from cluster.control.facts import Health, Registration, WorkerReport
+from cluster.errors import StartupError
+
+if TYPE_CHECKING:
+    from cluster.config import DeployConfig
+    from cluster.control.ledger import Ledger, WorkerEntry
+    from cluster.control.settings import ControlSettings
+
+logger = logging.getLogger(__name__)
+
+_MAX_REPLACED = 1024
+
+
+class Membership:
+    """Moves the workers of a ledger through their lives; returns who must be told."""
+
+    def __init__(self, config: DeployConfig, ledger: Ledger, settings: ControlSettings) -> None:
+        self._config = config
+        self._ledger = ledger
+        self._settings = settings
+        self._replaced: deque[str] = deque(maxlen=_MAX_REPLACED)
+
+    def register(self, registration: Registration, now: float) -> list[Decision]:
+        """Let a worker in; raises StartupError, saying why, where it may not join."""
+        worker_id, incarnation = registration.worker_id, registration.incarnation
+        if incarnation in self._replaced:
+            raise StartupError(f"{worker_id}: incarnation {incarnation} was replaced by another")
+        others = [
+            entry.registration
+            for entry in self._ledger.workers.values()
+            if entry.worker_id != worker_id
+        ]
+        objection = admission.objection(self._config, registration, others)
+        if objection is not None:
+            raise StartupError(objection)
+        decisions: list[Decision] = []
+        old = self._ledger.workers.get(worker_id)
+        if old is not None and old.registration.incarnation != incarnation:
+            self._replaced.append(old.registration.incarnation)
+            decisions.append(self._bury(old, "replaced"))
+        self._ledger.add_worker(registration, now)
+        return decisions
+
+    def report(self, worker_id: str, incarnation: str, report: WorkerReport, now: float) -> None:
+        """Take a report in. One of a worker that was declared dead changes nothing."""
+        entry = self._ledger.entry(worker_id, incarnation)
+        if entry is None:
+            return
+        if entry.lost_at is None:
+            entry.health = Health.ALIVE
+        self._ledger.take_report(entry, report, now)
+
+    def stream_lost(self, worker_id: str, incarnation: str, now: float) -> None:
+        """Suspect a worker at once; it is dead unless it is back within the grace."""
+        entry = self._ledger.entry(worker_id, incarnation)
+        if entry is not None and entry.lost_at is None:
+            entry.lost_at, entry.health = now, Health.SUSPECTED
+            logger.warning("worker=%s suspected: its stream broke", worker_id)
+
+    def left(self, worker_id: str, incarnation: str, reason: str) -> list[Decision]:
+        """Forget a worker that has taken its leave."""
+        entry = self._ledger.entry(worker_id, incarnation)
+        if entry is None:
+            return []
+        return [self._bury(entry, f"left ({reason})")]
+
+    def judge(self, now: float) -> list[Decision]:
+        """Suspect the silent, forget those who were silent or cut off for too long."""
+        settings, decisions = self._settings, list[Decision]()
+        for entry in list(self._ledger.workers.values()):
+            silent_s = now - entry.reported_at
+            is_cut = entry.lost_at is not None and now - entry.lost_at > settings.stream_grace_s
+            if is_cut or silent_s > settings.dead_after_s:
+                decisions.append(self._bury(entry, "stream lost" if is_cut else "silent"))
+            elif silent_s > settings.suspect_after_s and entry.health is Health.ALIVE:
+                entry.health = Health.SUSPECTED
+                logger.warning("worker=%s suspected: silent for %.1f s", entry.worker_id, silent_s)
+        return decisions
+
+    def orphans(self, now: float) -> list[Decision]:
+        """Find legs that workers still report although their routers are through with them."""
+        decisions: list[Decision] = []
+        for entry in self._ledger.workers.values():
+            for grant_id, done_at in entry.done_at.items():
+                if now - done_at > self._settings.orphan_s:
+                    entry.done_at[grant_id] = now
+                    decisions.append(AbortLegs(worker_id=entry.worker_id, grant_id=grant_id))
+        return decisions
+
+    def _bury(self, entry: WorkerEntry, why: str) -> WorkerDied:
+        worker_id, incarnation = entry.worker_id, entry.registration.incarnation
+        num_lost = self._ledger.remove_worker(worker_id)
+        logger.warning(
+            "worker=%s incarnation=%s gone: %s; grants=%d", worker_id, incarnation, why, num_lost
+        )
+        return WorkerDied(worker_id=worker_id, incarnation=incarnation)

@@ -1,0 +1,185 @@
+"""A worker's end of the Report stream: registers, reports on change and each second.
+
+It reconnects and registers again by itself. Changes are gathered: a report goes out at once, the
+next one 5 ms later at the earliest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from cluster.control import connection, convert
+from cluster.errors import StartupError
+from cluster.wire import control_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cluster.clock import Clock
+    from cluster.control.facts import Registration, WorkerReport
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportTiming:
+    """How often a worker reports."""
+
+    gap_s: float = 0.005
+    """Between two reports at least."""
+    beat_s: float = 1.0
+    """Between two reports at most."""
+    backoff: connection.Backoff = field(default_factory=connection.Backoff)
+
+
+class ReportClient:
+    """Keeps the control plane at ``address`` told about this worker.
+
+    ``registration`` and ``report`` are called on the event loop whenever one is sent; ``report``
+    may drain samples. ``on_abort_grant`` is told to end the legs of a grant. Where the control
+    plane does not want this worker, at the start or later, ``refused`` is done and nothing is
+    sent any more; ``accepted`` raises the same error where there was no acceptance before.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        registration: Callable[[], Registration],
+        report: Callable[[], WorkerReport],
+        on_abort_grant: Callable[[str], None],
+        clock: Clock,
+        timing: ReportTiming | None = None,
+    ) -> None:
+        self._registration = registration
+        self._report = report
+        self._on_abort_grant = on_abort_grant
+        self._clock = clock
+        self._timing = timing or ReportTiming()
+        self._stream: connection.Connection[pb.WorkerFact, pb.Directive] = connection.Connection(
+            address,
+            lambda stub: stub.Report,
+            events=self,
+            name="report",
+            backoff=self._timing.backoff,
+        )
+        self._accepted: asyncio.Future[None] | None = None
+        self._refused: asyncio.Future[StartupError] | None = None
+        self._beats: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+        self._is_connected = False
+        self._term = 0
+
+    @property
+    def accepted(self) -> asyncio.Future[None]:
+        """Done at the first acceptance; StartupError where the registration is refused."""
+        if self._accepted is None:
+            self._accepted = asyncio.get_running_loop().create_future()
+        return self._accepted
+
+    @property
+    def refused(self) -> asyncio.Future[StartupError]:
+        """Done, with the reason, when the control plane does not want this worker (any more)."""
+        if self._refused is None:
+            self._refused = asyncio.get_running_loop().create_future()
+        return self._refused
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the control plane has accepted this worker on the present stream."""
+        return self._is_connected
+
+    async def start(self) -> None:
+        """Start dialling; await ``accepted`` to know that the worker is placed on."""
+        if self._beats is None:
+            self._beats = asyncio.get_running_loop().create_task(self._beat(), name="report-beat")
+            self._stream.start()
+
+    async def stop(self, reason: str) -> None:
+        """Take leave with a last report, and hang up."""
+        if self._beats is None:
+            return
+        self._beats.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._beats
+        self._beats = None
+        if self._is_connected:
+            self._send_report()
+            self._stream.send(pb.WorkerFact(leave=pb.Leave(reason=reason)))
+        await self._hang_up()
+        if not self.accepted.done():
+            self.accepted.cancel()
+
+    def changed(self) -> None:
+        """Something that a report tells has changed. Event loop only; cheap."""
+        self._changed.set()
+
+    # ---- for the connection
+
+    def on_dialled(self, send: Callable[[pb.WorkerFact], None]) -> None:
+        """Register first, on every stream."""
+        send(pb.WorkerFact(register=convert.registration_to_wire(self._registration())))
+
+    def on_message(self, message: pb.Directive) -> None:
+        """Take one directive."""
+        kind = message.WhichOneof("kind")
+        if kind == "accepted":
+            self._was_accepted(message.accepted.term)
+        elif kind == "refused":
+            self._was_refused(message.refused.reason)
+        elif kind == "abort":
+            if message.abort.term < self._term:
+                logger.warning("grant=%s abort of an old term dropped", message.abort.grant_id)
+                return
+            self._on_abort_grant(message.abort.grant_id)
+
+    def on_lost(self, num_failures: int) -> None:
+        """Nothing to keep: the next stream starts with all there is to know."""
+        self._is_connected = False
+
+    # ---- inside
+
+    def _was_accepted(self, term: int) -> None:
+        self._term = max(self._term, term)
+        self._is_connected = True
+        self._changed.set()
+        if not self.accepted.done():
+            self.accepted.set_result(None)
+
+    def _was_refused(self, reason: str) -> None:
+        if self.refused.done():
+            return
+        self._is_connected = False
+        logger.error("registration refused: %s", reason)
+        error = StartupError(f"the control plane refused this worker: {reason}")
+        if not self.accepted.done():
+            self.accepted.set_exception(error)
+            # Whoever awaits it gets it; nobody has to.
+            self.accepted.exception()
+        self.refused.set_result(error)
+        # Not from inside the stream's own task, which would wait for itself.
+        self._closing = asyncio.get_running_loop().create_task(self._stream.stop())
+
+    async def _hang_up(self) -> None:
+        if self._closing is not None:
+            await self._closing
+        await self._stream.stop()
+
+    async def _beat(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._timing.beat_s):
+                    await self._changed.wait()
+            self._changed.clear()
+            if self._is_connected:
+                self._send_report()
+            await asyncio.sleep(self._timing.gap_s)
+
+    def _send_report(self) -> None:
+        report = convert.report_to_wire(self._report())
+        self._stream.send(pb.WorkerFact(report=report))

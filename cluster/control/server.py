@@ -1,0 +1,127 @@
+"""The control plane's process: one gRPC server and a clock.
+
+It binds, keeps time, pushes views and tells its health; ``desk`` serves the streams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from typing import TYPE_CHECKING
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from cluster.control.connection import MAX_MESSAGE_BYTES
+from cluster.control.desk import Desk
+from cluster.control.settings import ControlSettings
+from cluster.errors import StartupError
+from cluster.wire import control_pb2 as pb
+from cluster.wire import control_pb2_grpc as pb_grpc
+
+if TYPE_CHECKING:
+    from cluster.clock import Clock
+    from cluster.config import DeployConfig
+
+logger = logging.getLogger(__name__)
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Control"].full_name
+_SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_concurrent_streams", 1024),
+    # A second server on a taken port must fail, not share it.
+    ("grpc.so_reuseport", 0),
+    ("grpc.keepalive_time_ms", 2000),
+    ("grpc.keepalive_timeout_ms", 2000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1000),
+    ("grpc.http2.max_ping_strikes", 0),
+)
+_BIND_RETRY_S = 0.1
+
+
+class ControlServer:
+    """Serves one cluster; ``term`` is minted from the wall clock: a later start is newer."""
+
+    def __init__(
+        self,
+        config: DeployConfig,
+        clock: Clock,
+        *,
+        settings: ControlSettings | None = None,
+        term: int | None = None,
+    ) -> None:
+        self._clock = clock
+        self._settings = settings or ControlSettings()
+        self.term = time.time_ns() // 1_000_000 if term is None else term
+        self._desk = Desk(config, clock, settings=self._settings, term=self.term)
+        self._server: grpc.aio.Server | None = None
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self, host: str, port: int, bind_timeout_s: float = 10.0) -> str:
+        """Bind, serve, and return the address; port 0 takes a free one.
+
+        A taken port is tried for ``bind_timeout_s``, since in a rolling update the old control
+        plane may still be closing; then StartupError.
+        """
+        server = grpc.aio.server(options=_SERVER_OPTIONS)
+        pb_grpc.add_ControlServicer_to_server(self._desk, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+        bound = await self._bind(server, f"{host}:{port}", bind_timeout_s)
+        await server.start()
+        self._server = server
+        for name in ("", SERVICE_NAME):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._tick()), loop.create_task(self._push_views())]
+        logger.info("control=%s:%d term=%d serves", host, bound, self.term)
+        return f"{host}:{bound}"
+
+    async def stop(self, grace_s: float = 0.5) -> None:
+        """Close the port and every stream; idempotent."""
+        server, self._server = self._server, None
+        if server is None:
+            return
+        await self._health.enter_graceful_shutdown()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._desk.close()
+        await server.stop(grace_s)
+
+    async def _bind(self, server: grpc.aio.Server, address: str, timeout_s: float) -> int:
+        deadline = self._clock.now() + timeout_s
+        while True:
+            try:
+                return server.add_insecure_port(address)
+            except RuntimeError as error:
+                if self._clock.now() >= deadline:
+                    raise StartupError(
+                        f"cannot listen on {address}: is another cluster running?"
+                    ) from error
+            await asyncio.sleep(_BIND_RETRY_S)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.tick_s)
+            try:
+                self._desk.tick()
+            except Exception:
+                # A bug of ours; the streams still work, and the next tick may.
+                logger.exception("a tick failed")
+
+    async def _push_views(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.view_beat_s):
+                    await self._desk.has_changed.wait()
+            self._desk.push_view()
+            await asyncio.sleep(self._settings.view_gap_s)

@@ -1,0 +1,311 @@
+"""The step thread of one worker: schedule, tell who started, run, commit, tell what came of it.
+
+    any thread ──add, abort──▶ inbox ──▶ step thread ──on_events──▶ the worker's halves
+
+The thread owns scheduler and runner. It sleeps only when nothing can be computed, and wakes by
+events: a command, blocks that became free, the next deadline, or ``wake``. Commands take effect
+between steps; an abort that came during a step drops that step's token.
+
+A step that raises is a fault: every sequence ends with ``EngineFault``, ``on_fault`` is called
+once, and whatever is added later ends in the same way. After ``stop`` it ends with ``Cancelled``.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+from cluster.engine.plan import Outcome, Plan, SequenceEnd, StepEvents
+from cluster.engine.sequence import Sequence
+from cluster.engine.step_model import StepModel
+from cluster.errors import Cancelled, EngineFault, PdserveError
+from cluster.request import LegKey
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from cluster.clock import Clock
+    from cluster.engine.scheduler import StepScheduler
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_WAIT_S = 3600.0
+"""Waits are cut here: a lock cannot time out after any number of seconds."""
+
+
+class Runner(Protocol):
+    """What computes steps; used by the step thread only."""
+
+    def run(self, plan: Plan) -> Outcome:
+        """Compute the plan's shares and draw a token for each sampled one."""
+        ...
+
+    def forget(self, keys: Iterable[LegKey]) -> None:
+        """Drop what is kept for these sequences: they ended, or must be computed again."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSnapshot:
+    """An engine's load, speed and counts since its start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    queued_tokens: int = 0
+    """Prompt tokens still to compute, of sequences that wait or have begun."""
+    num_steps: int = 0
+    step_base_s: float = 0.0
+    step_per_seq_s: float = 0.0
+    prefill_per_token_s: float = 0.0
+    num_preemptions: int = 0
+    generated_tokens: int = 0
+    prefilled_tokens: int = 0
+    """Prompt tokens computed, each once, however often a preemption had them computed again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    key: LegKey
+    error: PdserveError
+
+
+class EngineLoop:
+    """Runs one engine on a thread of its own.
+
+    ``on_events`` is called on that thread: before a step when sequences start in it, after a
+    step, and when something ended without one. Only before ``start`` and after the thread has
+    ended, ``add`` and ``stop`` may call it on their caller's thread.
+    """
+
+    def __init__(
+        self,
+        *,
+        scheduler: StepScheduler,
+        runner: Runner,
+        clock: Clock,
+        on_events: Callable[[StepEvents], None],
+        on_fault: Callable[[BaseException], None],
+        pin: Callable[[], None] | None = None,
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._clock = clock
+        self._on_events = on_events
+        self._on_fault = on_fault
+        self._pin = pin
+        self._speed = StepModel()
+        self._num_steps = 0
+        self._fault: EngineFault | None = None
+        self._published = EngineSnapshot()
+        self._thread: threading.Thread | None = None
+        # The condition guards what is below. Nothing else is locked or called under it, so that
+        # it can be taken under the pool's lock.
+        self._changed = threading.Condition(threading.Lock())
+        self._inbox: list[Sequence | _Abort] = []
+        self._has_news = False
+        self._is_stopping = False
+        self._is_over = False
+
+    def start(self) -> None:
+        """Start the step thread; raises RuntimeError when it was started or stopped before."""
+        with self._changed:
+            if self._thread is not None or self._is_stopping:
+                raise RuntimeError("an engine loop starts once")
+            self._thread = threading.Thread(target=self._main, name="engine-step", daemon=True)
+            self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """Stop after the running step and end with ``Cancelled`` what is left; idempotent.
+
+        A step that outlasts ``timeout_s`` is left to end by itself; its sequences end then.
+        """
+        with self._changed:
+            self._is_stopping = True
+            thread = self._thread
+            is_mine = thread is None and not self._is_over
+            self._is_over = self._is_over or is_mine
+            self._changed.notify()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout_s)
+            if thread.is_alive():
+                logger.error("thread=%s still in a step after %.1f s", thread.name, timeout_s)
+        elif is_mine:
+            self._close()
+
+    def add(self, sequence: Sequence) -> None:
+        """Hand a sequence to the step thread; it ends exactly once, also after a fault or stop."""
+        if not self._post(sequence):
+            self._refuse(sequence)
+
+    def abort(self, key: LegKey, error: PdserveError) -> None:
+        """End a sequence with ``error`` between two steps; nothing happens where it ended."""
+        self._post(_Abort(key, error))
+
+    def wake(self) -> None:
+        """Have the step thread look again at the clock and the pool."""
+        if threading.current_thread() is self._thread:
+            return
+        with self._changed:
+            self._has_news = True
+            self._changed.notify()
+
+    def snapshot(self) -> EngineSnapshot:
+        """Return the load as of the last step, with what was added since."""
+        with self._changed:
+            added = [item for item in self._inbox if isinstance(item, Sequence)]
+            published = self._published
+        if not added:
+            return published
+        return replace(
+            published,
+            num_waiting=published.num_waiting + len(added),
+            queued_tokens=published.queued_tokens + sum(s.num_tokens_left for s in added),
+        )
+
+    def _post(self, item: Sequence | _Abort) -> bool:
+        with self._changed:
+            if self._is_over:
+                return False
+            self._inbox.append(item)
+            self._changed.notify()
+            return True
+
+    def _main(self) -> None:
+        unsubscribe = self._scheduler.pool.subscribe(self.wake)
+        try:
+            self._guarded(self._pin_thread)
+            while not self._is_stopping:
+                if not self._guarded(self._step):
+                    self._wait()
+        finally:
+            unsubscribe()
+            self._close()
+
+    def _pin_thread(self) -> bool:
+        if self._pin is not None:
+            self._pin()
+        return True
+
+    def _guarded(self, action: Callable[[], bool]) -> bool:
+        """Do it; what it raises is the engine's fault, or a later one that changes nothing."""
+        try:
+            return action()
+        except Exception as error:
+            logger.exception("thread=engine-step a step failed")
+            if self._fault is not None:
+                self._end_all(self._fault)
+                return False
+            self._fault = EngineFault(f"a step failed: {type(error).__name__}", stage="step")
+            self._fault.__cause__ = error
+            self._end_all(self._fault)
+            self._call(functools.partial(self._on_fault, error))
+            return False
+
+    def _step(self) -> bool:
+        """Make one step; False when there was nothing to compute."""
+        self._take_inbox()
+        if self._fault is not None:
+            self._tell(self._scheduler.take_events())
+            return False
+        started_at = self._clock.now()
+        plan = self._scheduler.schedule(started_at)
+        self._forget()
+        self._publish()
+        self._tell(self._scheduler.take_events())
+        if plan is None:
+            return False
+        outcome = self._runner.run(plan)
+        self._take_inbox()
+        now = self._clock.now()
+        events = self._scheduler.commit(plan, outcome, now)
+        self._num_steps += 1
+        num_decodes = sum(len(share.token_ids) == 1 for share in plan.shares)
+        self._speed.observe(num_decodes, plan.num_tokens - num_decodes, now - started_at)
+        self._forget()
+        self._publish()
+        self._tell(events)
+        return True
+
+    def _take_inbox(self) -> None:
+        with self._changed:
+            items, self._inbox = self._inbox, []
+            self._has_news = False
+        for item in items:
+            if isinstance(item, _Abort):
+                self._scheduler.abort(item.key, item.error, self._clock.now())
+                continue
+            try:
+                self._scheduler.add(item)
+            except ValueError:
+                logger.exception("seq=%s added twice, the second is dropped", item.key)
+        if self._fault is not None:
+            self._scheduler.abort_all(self._fault, self._clock.now())
+
+    def _wait(self) -> None:
+        deadline = self._scheduler.next_deadline
+        with self._changed:
+            if self._inbox or self._has_news or self._is_stopping:
+                return
+            timeout_s = None
+            if deadline is not None:
+                timeout_s = min(max(0.0, deadline - self._clock.now()), _LONGEST_WAIT_S)
+            self._changed.wait(timeout_s)
+
+    def _forget(self) -> None:
+        dropped = self._scheduler.take_dropped()
+        if dropped:
+            self._runner.forget(dropped)
+
+    def _tell(self, events: StepEvents) -> None:
+        if events.started or events.tokens or events.ends:
+            self._on_events(events)
+
+    def _publish(self) -> None:
+        scheduler, speed = self._scheduler, self._speed
+        self._published = EngineSnapshot(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            queued_tokens=scheduler.queued_tokens,
+            num_steps=self._num_steps,
+            step_base_s=speed.base_s,
+            step_per_seq_s=speed.per_seq_s,
+            prefill_per_token_s=speed.prefill_per_token_s,
+            num_preemptions=scheduler.num_preemptions,
+            generated_tokens=scheduler.num_generated_tokens,
+            prefilled_tokens=scheduler.num_prefilled_tokens,
+        )
+
+    def _end_all(self, error: PdserveError) -> None:
+        self._scheduler.abort_all(error, self._clock.now())
+        self._publish()
+        self._call(self._forget)
+        self._call(functools.partial(self._tell, self._scheduler.take_events()))
+
+    def _call(self, action: Callable[[], object]) -> None:
+        """Call out of a fault: what fails now must not hide the ends of the others."""
+        try:
+            action()
+        except Exception:
+            logger.exception("thread=engine-step a callback failed after the fault")
+
+    def _final_error(self) -> PdserveError:
+        return self._fault or Cancelled("the worker stopped", stage="engine")
+
+    def _close(self) -> None:
+        """End what is left; from here on ``add`` refuses on its caller's thread."""
+        with self._changed:
+            self._is_over = True
+        self._call(self._take_inbox_and_end)
+
+    def _take_inbox_and_end(self) -> None:
+        self._take_inbox()
+        self._end_all(self._final_error())
+
+    def _refuse(self, sequence: Sequence) -> None:
+        self._scheduler.pool.release(sequence.key)
+        self._on_events(
+            StepEvents(ends=(SequenceEnd(key=sequence.key, error=self._final_error()),))
+        )

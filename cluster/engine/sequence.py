@@ -1,0 +1,104 @@
+"""One worker's mutable record of a choice, from its arrival to its one end.
+
+    WAITING ──admit──▶ RUNNING ──finish, hand over, abort, deadline──▶ ENDED
+       │  ◀──preempt──    │
+       └──abort, deadline, refusal──▶ ENDED
+
+Work is never a phase: what is left is ``num_tokens - num_computed_tokens``. That is a whole
+prompt for a newcomer, one token for a sequence that decodes or whose KV was imported, and prompt
+plus output for one that was preempted or resumed.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from cluster.handoff import IllegalTransition
+from cluster.request import LegKey, SamplingParams
+
+
+class SequenceState(enum.Enum):
+    """Where a sequence stands in its engine."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+LEGAL_MOVES: dict[SequenceState, frozenset[SequenceState]] = {
+    SequenceState.WAITING: frozenset({SequenceState.RUNNING, SequenceState.ENDED}),
+    SequenceState.RUNNING: frozenset({SequenceState.WAITING, SequenceState.ENDED}),
+    SequenceState.ENDED: frozenset(),
+}
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Sequence:
+    """A choice as this worker computes it; after ``add`` only the step thread touches it."""
+
+    key: LegKey
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    deadline: float
+    """Instant on this worker's clock."""
+    arrived: float
+    """Instant on this worker's clock; the queue's aging bound goes by it."""
+    output_ids: list[int] = field(default_factory=list)
+    """Tokens drawn so far, also those that came with a leg or a handoff."""
+    eos_ids: frozenset[int] = frozenset()
+    """The model's end tokens; empty when the client ignores them."""
+    hands_over_at: int | None = None
+    """Number of output tokens at which it leaves with its blocks still held under its key."""
+    num_computed_tokens: int = 0
+    """Tokens whose KV is in its blocks. An imported sequence starts with its prompt computed and
+    blocks already held under its key."""
+    state: SequenceState = SequenceState.WAITING
+    block_ids: list[int] = field(default_factory=list)
+    """The scheduler's copy of what the pool holds under ``key``: plans don't take its lock."""
+    order: int = 0
+    """Its number in the scheduler, so its age: a lower one is older."""
+    started_at: float | None = None
+    """When its first share was planned; kept over preemptions."""
+    num_steps: int = 0
+    num_worked_tokens: int = 0
+    """Tokens computed here, those computed again after a preemption included."""
+    num_prefilled_tokens: int = 0
+    """Prompt tokens computed here or elsewhere at least once; a preemption doesn't lower it."""
+    num_preemptions: int = 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens drawn so far."""
+        return len(self.output_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens known so far."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def num_tokens_left(self) -> int:
+        """Work: tokens to compute before the next one can be drawn."""
+        return self.num_tokens - self.num_computed_tokens
+
+    def advance(self, new: SequenceState) -> None:
+        """Move to ``new``; raises IllegalTransition where the table has no such move."""
+        if new not in LEGAL_MOVES[self.state]:
+            raise IllegalTransition(f"{self.key}: {self.state} -> {new}")
+        self.state = new
+
+    def token_ids(self, start: int, end: int) -> tuple[int, ...]:
+        """Return the tokens at positions ``start .. end``, over prompt and output alike."""
+        # positions: 0 [ prompt_ids ) n [ output_ids ) num_tokens
+        n = len(self.prompt_ids)
+        if start >= n:
+            return tuple(self.output_ids[start - n : end - n])
+        if end <= n:
+            return self.prompt_ids[start:end]
+        return self.prompt_ids[start:] + tuple(self.output_ids[: end - n])

@@ -1,0 +1,58 @@
+"""How fast this worker steps, learnt from the steps it made."""
+
+from __future__ import annotations
+
+_DECAY = 0.98
+"""Weight that a step keeps with every later one: about the last 50 steps count."""
+
+
+class StepModel:
+    """Predicts the seconds of a step from its sequences and prompt tokens.
+
+    Steps of decodes only fit ``base + per_seq * num_decodes`` by least squares with exponential
+    forgetting. What a step with prompt tokens takes beyond that is the prompt's share, kept as
+    seconds per token. All three are 0 until a step told otherwise, and never negative.
+    """
+
+    def __init__(self) -> None:
+        self.base_s = 0.0
+        """Seconds of a decode step, whatever its size."""
+        self.per_seq_s = 0.0
+        """Seconds that each decoding sequence adds."""
+        self.prefill_per_token_s = 0.0
+        """Seconds that each prompt token adds."""
+        # Weighted sums over decode steps: weight, n, n*n, t, n*t. Over prompts: tokens, seconds.
+        self._w = self._n = self._nn = self._t = self._nt = 0.0
+        self._prompt_tokens = self._prompt_s = 0.0
+
+    def observe(self, num_decodes: int, num_prefill_tokens: int, seconds: float) -> None:
+        """Learn from one step."""
+        if num_prefill_tokens:
+            decode_s = self.predict(num_decodes, 0) if num_decodes else 0.0
+            self._prompt_tokens = self._prompt_tokens * _DECAY + num_prefill_tokens
+            self._prompt_s = self._prompt_s * _DECAY + max(0.0, seconds - decode_s)
+            self.prefill_per_token_s = self._prompt_s / self._prompt_tokens
+        elif num_decodes:
+            self._w = self._w * _DECAY + 1.0
+            self._n = self._n * _DECAY + num_decodes
+            self._nn = self._nn * _DECAY + num_decodes * num_decodes
+            self._t = self._t * _DECAY + seconds
+            self._nt = self._nt * _DECAY + num_decodes * seconds
+            self._fit()
+
+    def predict(self, num_decodes: int, num_prefill_tokens: int) -> float:
+        """Return the expected seconds of such a step."""
+        decode_s = self.base_s + self.per_seq_s * num_decodes if num_decodes else 0.0
+        return decode_s + self.prefill_per_token_s * num_prefill_tokens
+
+    def _fit(self) -> None:
+        mean_n, mean_t = self._n / self._w, self._t / self._w
+        spread = self._nn / self._w - mean_n * mean_n
+        if spread > 0.05:
+            slope = (self._nt / self._w - mean_n * mean_t) / spread
+            # A slope above the mean would make the base negative.
+            self.per_seq_s = min(max(0.0, slope), mean_t / mean_n)
+        else:
+            # All steps of one size say nothing about the slope: keep it, follow the level.
+            self.per_seq_s = min(self.per_seq_s, mean_t / mean_n)
+        self.base_s = max(0.0, mean_t - self.per_seq_s * mean_n)

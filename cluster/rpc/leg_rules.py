@@ -1,0 +1,80 @@
+"""What a leg must be before a worker does any work for it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from cluster.errors import DeadlineExceeded, InvalidRequest
+from cluster.kv.layout import KVLayout
+from cluster.request import Leg, LegKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LegRules:
+    """What a worker can serve at all; checked before any work in proportion to a leg."""
+
+    layout: KVLayout
+    num_blocks: int
+    max_model_len: int
+    vocab_size: int
+    worker_id: str
+    max_id_chars: int = 128
+
+    def check(self, leg: Leg) -> None:
+        """Raise InvalidRequest that names the field, or DeadlineExceeded; else the leg is fine."""
+        if not 0 < len(leg.key.request_id) <= self.max_id_chars:
+            raise InvalidRequest("a request id has 1 to 128 characters", field="request_id")
+        if max(len(leg.grant_id), len(leg.handoff_id)) > self.max_id_chars:
+            raise InvalidRequest("an id is too long", field="handoff_id")
+        if not (leg.remaining_s > 0 and math.isfinite(leg.remaining_s)):
+            raise DeadlineExceeded("the deadline passed on the way", stage="intake")
+        self._check_params(leg)
+        self._check_tokens(leg)
+        if leg.kind is not LegKind.LOCAL:
+            self._check_handoff(leg)
+
+    def _check_tokens(self, leg: Leg) -> None:
+        if not leg.prompt_ids:
+            raise InvalidRequest("the prompt is empty", field="prompt_ids")
+        num_tokens = len(leg.prompt_ids) + leg.params.max_tokens
+        if num_tokens > self.max_model_len:
+            raise InvalidRequest(
+                f"{len(leg.prompt_ids)} prompt tokens and max_tokens {leg.params.max_tokens} are "
+                f"more than the context of {self.max_model_len} tokens",
+                field="max_tokens",
+            )
+        # The last token's KV is never computed; a prefill leg leaves after its first token.
+        held = len(leg.prompt_ids) + len(leg.output_ids)
+        if leg.kind is not LegKind.PREFILL:
+            held = num_tokens - 1
+        if self.layout.num_blocks_for(held) > self.num_blocks:
+            raise InvalidRequest(
+                f"{held} tokens are more than this worker's KV pool holds", field="max_tokens"
+            )
+        if max(leg.prompt_ids) >= self.vocab_size:
+            raise InvalidRequest("a token id is outside the vocabulary", field="prompt_ids")
+        if leg.output_ids and max(leg.output_ids) >= self.vocab_size:
+            raise InvalidRequest("a token id is outside the vocabulary", field="output_ids")
+
+    def _check_params(self, leg: Leg) -> None:
+        params = leg.params
+        if params.max_tokens < 1 or len(leg.output_ids) >= params.max_tokens:
+            raise InvalidRequest("nothing is left to generate", field="max_tokens")
+        if not (params.temperature >= 0 and math.isfinite(params.temperature)):
+            raise InvalidRequest("temperature is 0 or above", field="temperature")
+        if not 0 < params.top_p <= 1:
+            raise InvalidRequest("top_p is above 0 and at most 1", field="top_p")
+        if params.top_k < 0:
+            raise InvalidRequest("top_k is 0 or above", field="top_k")
+
+    def _check_handoff(self, leg: Leg) -> None:
+        is_over_at_first = len(leg.output_ids) + 1 >= leg.params.max_tokens
+        needs_handoff = leg.kind is LegKind.DECODE or not is_over_at_first
+        if needs_handoff and not leg.handoff_id:
+            raise InvalidRequest("a leg of two workers needs a handoff", field="handoff_id")
+        if leg.kind is LegKind.PREFILL and leg.handoff_id:
+            if leg.peer is None:
+                raise InvalidRequest("a handoff needs the decode worker's address", field="peer")
+            if leg.peer.worker_id == self.worker_id:
+                raise InvalidRequest("a worker hands nothing over to itself", field="peer")

@@ -1,0 +1,338 @@
+"""A live link between a prefill and a decode worker: one signalling stream, one channel, one fate.
+
+                 event loop                                 link thread
+    half ──signal──▶ outbox ──▶ stream ──▶ peer
+    peer ──▶ stream ──▶ on_signal ──▶ half
+    send_export ──▶ outbox (manifest) and ──────────▶ gather ─▶ channel.send   (per piece)
+    recv_import ────────────────────────────────────▶ channel.recv ─▶ scatter  (per piece)
+
+Manifests and transfers take their turns in the same order on both sides, so a message on the
+channel needs no tag. When the stream or the channel breaks, both are dropped: the link is lost,
+once and for ever, and whoever wants to go on dials anew. The prefill worker dials
+(``link_dialer``), the decode worker accepts (``link_acceptor``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from cluster.errors import PdserveError, StartupError
+from cluster.handoff import ManifestBytes
+from cluster.kv.layout import KVLayout
+from cluster.rpc.link_convert import signal_from_wire, signal_to_wire
+from cluster.rpc.link_thread import LinkThread
+from cluster.rpc.rendezvous import StreamRendezvous
+from cluster.transport.base import SENDER, ChannelClosed, PeerLost, Transport
+from cluster.transport.staging import StagedChannel, TransferLimits
+from cluster.wire import worker_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from torch import Tensor
+
+    from cluster.handoff import LinkSignal
+    from cluster.request import Peer
+    from cluster.transport.manifest import Manifest
+
+    MoveBlocks = Callable[[int, int, Tensor], None]
+
+logger = logging.getLogger(__name__)
+
+
+class LinkEvents(Protocol):
+    """What a half hears of its links; called on the event loop, and must not raise."""
+
+    def on_signal(self, link: Link, message: LinkSignal) -> None:
+        """One message of the peer's, in order."""
+
+    def on_link_lost(self, link: Link, reason: str) -> None:
+        """The link is gone, whoever ended it; once for each link that was open."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSettings:
+    """How one worker runs its links."""
+
+    layout: KVLayout
+    transport: Transport
+    limits: TransferLimits = field(default_factory=TransferLimits)
+    open_timeout_s: float = 5.0
+    """For the greeting, and again for opening the channel."""
+
+    @classmethod
+    def of(
+        cls,
+        layout: KVLayout,
+        transport: Transport,
+        limits: TransferLimits | None,
+        open_timeout_s: float,
+    ) -> LinkSettings:
+        """Return settings; refuses a staging buffer that holds not one block."""
+        limits = limits or TransferLimits(
+            staging_bytes=max(TransferLimits().staging_bytes, layout.block_bytes)
+        )
+        if limits.staging_bytes < layout.block_bytes:
+            raise StartupError(
+                f"a staging buffer of {limits.staging_bytes} bytes holds no block of "
+                f"{layout.block_bytes}"
+            )
+        return cls(layout=layout, transport=transport, limits=limits, open_timeout_s=open_timeout_s)
+
+
+class Link:
+    """One end of a link; made by a dialer or an acceptor, used on its event loop."""
+
+    def __init__(self, *, peer: Peer, link_id: str, epoch: int, settings: LinkSettings) -> None:
+        self.peer = peer
+        self.epoch = epoch
+        self.link_id = link_id
+        self._settings = settings
+        self._loop = asyncio.get_running_loop()
+        self._outbox: asyncio.Queue[pb.LinkMessage] = asyncio.Queue()
+        self._rendezvous = StreamRendezvous(self._publish)
+        self._thread = LinkThread(f"link-{peer.worker_id}")
+        self._staged: StagedChannel | None = None
+        self._events: LinkEvents | None = None
+        self._opened = asyncio.Event()
+        self._lost: asyncio.Future[str] = self._loop.create_future()
+        self._callbacks = threading.Lock()
+
+    @property
+    def ended(self) -> asyncio.Future[None]:
+        """Done when the link is lost and its thread has let go of the channel."""
+        return self._thread.ended
+
+    @property
+    def is_open(self) -> bool:
+        """Whether signals and bytes can go."""
+        return self._opened.is_set() and not self._lost.done()
+
+    @property
+    def lost_reason(self) -> str | None:
+        """Why the link is gone; None while it is not."""
+        return self._lost.result() if self._lost.done() else None
+
+    async def signal(self, message: LinkSignal) -> None:
+        """Send one message behind those before it; raises PeerLost on a lost link."""
+        self._check_alive()
+        self._outbox.put_nowait(signal_to_wire(message))
+
+    async def send_export(
+        self, manifest: Manifest, export: MoveBlocks, timeout_s: float | None = None
+    ) -> None:
+        """Send a manifest and its bytes; returns when they left, which is before the commit.
+
+        ``export(first_block, num_blocks, out_B)`` fills ``out_B`` with that part of the export; it
+        runs on the link's thread, and never after this returned or raised. ``timeout_s`` bounds
+        each piece, by default by its size. A caller that is cancelled waits nevertheless: the
+        manifest is out, so the bytes follow. Raises TransportError; the link is lost then.
+        """
+        staged = self._check_alive()
+        manifest.check_layout(self._settings.layout)
+        manifest = manifest.cut(self._settings.limits.staging_bytes)
+        self._outbox.put_nowait(signal_to_wire(ManifestBytes(payload=manifest.pack())))
+        guarded = self._guard(export)
+        await self._finish(self._thread.submit(lambda: staged.send(manifest, guarded, timeout_s)))
+
+    async def recv_import(
+        self, manifest: Manifest, scatter: MoveBlocks, timeout_s: float | None = None
+    ) -> None:
+        """Receive the bytes of a manifest; to be called for every one, in their order.
+
+        ``scatter(first_block, num_blocks, staged_B)`` takes that part out of the staging buffer;
+        it runs on the link's thread, and never after this returned or raised. An error of its
+        own is raised here when all bytes have come, and leaves the link whole. A manifest that
+        does not fit this worker loses the link: its bytes have no place.
+        """
+        staged = self._check_alive()
+        try:
+            manifest.check_layout(self._settings.layout)
+            staged.check_fits(manifest)
+        except PdserveError as error:
+            self.close(error.message)
+            raise
+        guarded = self._guard(scatter)
+        await self._finish(self._thread.submit(lambda: staged.recv(manifest, guarded, timeout_s)))
+
+    def close(self, reason: str) -> None:
+        """Drop the stream and the channel; idempotent. ``on_link_lost`` follows if it was open."""
+        if self._lost.done():
+            return
+        self._lost.set_result(reason)
+        logger.info("link=%s lost: %s", self.link_id, reason)
+        self._rendezvous.fail(reason)
+        self._thread.stop_after(self._close_channel)
+        if self._opened.is_set() and self._events is not None:
+            # Not from within: whoever closes a link may hold state that the handler changes.
+            self._loop.call_soon(self._events.on_link_lost, self, reason)
+
+    # ---- for the dialer and the acceptor
+
+    async def run(
+        self,
+        incoming: AsyncIterator[pb.LinkMessage],
+        write: Callable[[pb.LinkMessage], Awaitable[object]],
+        events: LinkEvents,
+    ) -> str:
+        """Carry the stream until the link is lost; returns why."""
+        self._events = events
+        tasks: list[asyncio.Future[Any]] = [
+            asyncio.create_task(self._read_all(incoming)),
+            asyncio.create_task(self._write_all(write)),
+        ]
+        try:
+            await asyncio.wait([*tasks, self._lost], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self.close("the signalling stream was cut")
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return self._lost.result()
+
+    async def open_channel(self, rank: int) -> None:
+        """Open this end's channel on the link's thread; needs ``run`` beside it."""
+        settings = self._settings
+
+        def open_staged() -> None:
+            channel = settings.transport.open(
+                link_id=self.link_id,
+                rank=rank,
+                rendezvous=self._rendezvous,
+                timeout_s=settings.open_timeout_s,
+            )
+            self._staged = StagedChannel(channel, settings.limits, settings.transport.device)
+
+        try:
+            await self._finish(self._thread.submit(open_staged))
+        except Exception as error:
+            self.close(f"the channel did not open: {error}")
+            raise
+        self._opened.set()
+        side = "sender" if rank == SENDER else "receiver"
+        logger.info("link=%s open as %s", self.link_id, side)
+
+    # ---- inside
+
+    def _check_alive(self) -> StagedChannel:
+        if self._lost.done():
+            raise PeerLost(
+                f"link lost: {self._lost.result()}", stage="link", worker_id=self.peer.worker_id
+            )
+        assert self._staged is not None, "used before it was open"
+        return self._staged
+
+    def _publish(self, key: str, value: bytes) -> None:
+        message = pb.LinkMessage(store=pb.StoreEntry(key=key, value=value))
+        with suppress(RuntimeError):  # the loop is closed, and so is the stream
+            self._loop.call_soon_threadsafe(self._outbox.put_nowait, message)
+
+    def _guard(self, callback: MoveBlocks) -> MoveBlocks:
+        def guarded(start: int, num_blocks: int, data_B: Tensor) -> None:
+            with self._callbacks:
+                if self._lost.done():
+                    raise ChannelClosed("link lost", stage="transfer")
+                callback(start, num_blocks, data_B)
+
+        return guarded
+
+    async def _finish(self, job: asyncio.Future[None]) -> None:
+        """Wait for a job of the link's thread, or for the link's end; cancelling only delays."""
+        cancelled = await _wait_out(job, self._lost)
+        if not job.done():
+            # The thread may be blocked in the channel. It may also be inside a callback, which
+            # must be over before the caller is told; a later one finds the link lost.
+            passed = asyncio.ensure_future(asyncio.to_thread(self._pass_callbacks))
+            cancelled |= await _wait_out(passed)
+        if self._staged is not None and self._staged.channel.is_dead:
+            self.close(_reason(job))
+        if cancelled:
+            raise asyncio.CancelledError
+        if not job.done():
+            self._check_alive()
+            raise PeerLost(f"link lost: {self.lost_reason}", stage="link")
+        job.result()
+
+    def _pass_callbacks(self) -> None:
+        with self._callbacks:
+            return
+
+    def _close_channel(self) -> None:
+        if self._staged is not None:
+            self._staged.channel.close()
+
+    async def _read_all(self, incoming: AsyncIterator[pb.LinkMessage]) -> None:
+        try:
+            async for message in incoming:
+                if message.WhichOneof("kind") == "store":
+                    self._rendezvous.deliver(message.store.key, message.store.value)
+                    continue
+                await self._opened.wait()  # the peer may be through with opening a little earlier
+                self._dispatch(signal_from_wire(message))
+            self.close("the peer ended the stream")
+        except PdserveError as error:
+            self.close(error.message)
+        except Exception as error:
+            self.close(f"the stream broke: {_describe(error)}")
+
+    def _dispatch(self, signal: LinkSignal) -> None:
+        if self._lost.done() or self._events is None:
+            return
+        try:
+            self._events.on_signal(self, signal)
+        except Exception:
+            logger.exception("link=%s handler failed", self.link_id)
+            self.close(f"a handler failed on {type(signal).__name__}")
+
+    async def _write_all(self, write: Callable[[pb.LinkMessage], Awaitable[object]]) -> None:
+        try:
+            while True:
+                await write(await self._outbox.get())
+        except Exception as error:
+            self.close(f"the stream broke: {_describe(error)}")
+
+
+class LinkThreads:
+    """The threads of one side's links, to be waited for when the worker stops.
+
+    A process that ends while one is tearing a channel down may die in it.
+    """
+
+    def __init__(self) -> None:
+        self._ended: set[asyncio.Future[None]] = set()
+
+    def add(self, link: Link) -> None:
+        """Remember the link's thread until it ends."""
+        self._ended.add(link.ended)
+        link.ended.add_done_callback(self._ended.discard)
+
+    async def wait(self, timeout_s: float = 1.0) -> None:
+        """Wait for those of closed links; not for ever: one may be blocked by a silent peer."""
+        if self._ended:
+            await asyncio.wait(self._ended, timeout=timeout_s)
+
+
+async def _wait_out(*futures: asyncio.Future[Any]) -> bool:
+    """Wait for the first of ``futures``, through cancellation; whether there was one."""
+    cancelled = False
+    while not any(future.done() for future in futures):
+        try:
+            await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            cancelled = True
+    return cancelled
+
+
+def _reason(job: asyncio.Future[None]) -> str:
+    error = job.exception() if job.done() and not job.cancelled() else None
+    return str(error) if error is not None else "the channel died"
+
+
+def _describe(error: Exception) -> str:
+    details = getattr(error, "details", None)
+    return str(details() if callable(details) else error) or type(error).__name__

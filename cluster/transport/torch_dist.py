@@ -1,0 +1,173 @@
+"""Transport over torch.distributed: gloo between CPUs, NCCL between GPUs.
+
+Each link is a process group of two ranks, made without the default group: groups neither share
+a fate nor need to be made in the same order everywhere. The two ranks find one another through
+the link's rendezvous instead of a TCPStore, which would listen on every interface and ask nobody
+who they are.
+
+A wait cannot be interrupted: it ends with its operation, with the peer's socket, or at its
+timeout. So all waits run on the link's own thread.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from cluster.config import TransportKind
+from cluster.transport.base import (
+    SENDER,
+    Channel,
+    PeerLost,
+    Rendezvous,
+    TransferTimeout,
+    Transport,
+    TransportError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    Group = Any  # torch's own stubs miss these constructors and options
+
+
+class TorchDistTransport(Transport):
+    """Channels over process groups of two; ``device`` picks the backend.
+
+    ``bind_host`` is the address that gloo listens on and tells its peers; loopback unless the
+    workers are on several machines.
+    """
+
+    kind = TransportKind.TORCH_DIST
+
+    def __init__(self, *, device: str = "cpu", bind_host: str = "127.0.0.1") -> None:
+        self.device = device
+        self._bind_host = bind_host
+
+    def open(self, *, link_id: str, rank: int, rendezvous: Rendezvous, timeout_s: float) -> Channel:
+        """Make this link's group; blocks until the peer makes its half."""
+        store = RendezvousStore(rendezvous, link_id, timeout_s)
+        try:
+            group = self._make_group(store, rank, timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise _typed(error, "opening the channel") from error
+        finally:
+            store.finish()
+        return _TorchDistChannel(group, store, rank)
+
+    def _make_group(self, store: RendezvousStore, rank: int, timeout: timedelta) -> Group:
+        if torch.device(self.device).type == "cuda":
+            return self._make_nccl(store, rank, timeout)
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout = timeout
+        options._threads = 1
+        options._devices = [gloo.create_device(hostname=self._bind_host, lazy_init=False)]
+        return gloo(store, rank, 2, options)
+
+    def _make_nccl(self, store: RendezvousStore, rank: int, timeout: timedelta) -> Group:
+        nccl: Any = dist.ProcessGroupNCCL
+        options = nccl.Options()
+        options._timeout = timeout
+        group = nccl(store, rank, 2, options)
+        group.eager_connect_single_device(torch.device(self.device))
+        return group
+
+
+class RendezvousStore(Store):
+    """The store through which a backend publishes its address and waits for the other one's."""
+
+    def __init__(self, rendezvous: Rendezvous, link_id: str, timeout_s: float) -> None:
+        super().__init__()
+        self._rendezvous: Rendezvous | None = rendezvous
+        self._prefix = f"{link_id}/"
+        self._timeout_s = timeout_s
+        self._known: dict[str, bytes] = {}
+
+    def finish(self) -> None:
+        """Take no more part: the channel is open, or never will be."""
+        self._rendezvous = None
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Keep one entry of our own and publish it."""
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self._known[key] = data
+        if self._rendezvous is not None:
+            self._rendezvous.set(self._prefix + key, data)
+
+    def get(self, key: str) -> bytes:
+        """Return our own entry, or wait for the peer's."""
+        if key not in self._known:
+            self._fetch(key, self._timeout_s)
+        return self._known[key]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until all of ``keys`` are set."""
+        limit_s = self._timeout_s if timeout is None else timeout.total_seconds()
+        for key in keys:
+            if key not in self._known:
+                self._fetch(key, limit_s)
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of ``keys`` are here already."""
+        return all(key in self._known for key in keys)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long ``get`` waits."""
+        self._timeout_s = timeout.total_seconds()
+
+    def _fetch(self, key: str, timeout_s: float) -> None:
+        if self._rendezvous is None:
+            raise PeerLost(f"{key}: asked for after the rendezvous", stage="link")
+        self._known[key] = self._rendezvous.get(self._prefix + key, timeout_s)
+
+
+class _TorchDistChannel(Channel):
+    def __init__(self, group: Group, store: RendezvousStore, rank: int) -> None:
+        super().__init__()
+        self._group: Group | None = group
+        self._store = store  # the group calls into it, so it lives as long
+        self._peer = 1 - rank
+        self._can_send = rank == SENDER
+
+    def _send(self, data_B: Tensor, timeout_s: float) -> None:
+        if not self._can_send:
+            raise TransportError("the receiving end cannot send", stage="transfer")
+        group = self._live_group()
+        self._wait(lambda: group.send([data_B], self._peer, 0), data_B, timeout_s)
+
+    def _recv(self, into_B: Tensor, timeout_s: float) -> None:
+        if self._can_send:
+            raise TransportError("the sending end cannot receive", stage="transfer")
+        group = self._live_group()
+        self._wait(lambda: group.recv([into_B], self._peer, 0), into_B, timeout_s)
+
+    def _live_group(self) -> Group:
+        assert self._group is not None, "released while in use"
+        return self._group
+
+    @staticmethod
+    def _wait(start: Callable[[], dist.Work], data_B: Tensor, timeout_s: float) -> None:
+        try:
+            start().wait(timedelta(seconds=timeout_s))
+            if data_B.is_cuda:  # NCCL's wait only orders the stream behind the transfer
+                torch.cuda.current_stream(data_B.device).synchronize()
+        except RuntimeError as error:
+            raise _typed(error, "moving bytes") from error
+
+    def _release(self) -> None:
+        # Dropping the last reference closes the sockets, which is what the peer notices.
+        self._group = None
+
+
+def _typed(error: RuntimeError, doing: str) -> TransportError:
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    is_timeout = "timeout" in text.lower() or "timed out" in text.lower()
+    kind = TransferTimeout if is_timeout else PeerLost
+    return kind(f"{doing}: {text}", stage="transfer")

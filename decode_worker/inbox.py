@@ -1,0 +1,378 @@
+"""Receiver's side of a handoff: from the offer or the leg to the COMMIT or the abort.
+
+    leg ───┐
+           ├─▶ joined ──▶ waiting for blocks, first come first served ──▶ reserved, Credit sent
+    Offer ─┘
+    manifest ──▶ sending: each piece is scattered under the pool's lock ──▶ committed
+
+Leg and offer come in either order, and neither waits for the other for ever. Before the two are
+joined nothing is reserved. An abort frees the reservation at once, in any state: bytes that still
+come are received and thrown away, for every piece is checked again, under the pool's lock, against
+what the pool says is being imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from cluster.errors import DeadlineExceeded, HandoffFailed, InvalidRequest, PdserveError
+from cluster.handoff import (
+    AbortCause,
+    AbortHandoff,
+    Commit,
+    Credit,
+    Handoff,
+    HandoffState,
+    LinkSignal,
+    ManifestBytes,
+    Offer,
+)
+from cluster.rpc.errands import Errands
+from cluster.rpc.legs import OpenLeg, abort_error
+from cluster.rpc.link import Link
+from cluster.transport.manifest import Manifest
+from decode_worker import agreement
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from cluster.clock import Clock
+    from cluster.kv.block_pool import BlockPool
+    from cluster.kv.layout import KVLayout
+
+logger = logging.getLogger(__name__)
+
+MAX_HANDOFFS = 4096
+"""Handoffs that are open or remembered as over; beyond it offers are refused."""
+REMEMBERED_S = 60.0
+"""How long a handoff that is over is known, so that its late other half is answered."""
+
+
+class BlockWriter(Protocol):
+    """The cache, as the receiver needs it; called on link threads."""
+
+    def import_blocks(self, block_ids: tuple[int, ...], staged_B: Tensor) -> None:
+        """Copy whole blocks out of ``staged_B``."""
+        ...
+
+
+class InboxEvents(Protocol):
+    """Who owns the legs."""
+
+    def on_imported(self, opened: OpenLeg, output_ids: tuple[int, ...]) -> None:
+        """A leg's KV is whole and held under its key; ``output_ids`` are the tokens so far."""
+        ...
+
+    def on_handoff_over(
+        self, opened: OpenLeg, cause: AbortCause, error: PdserveError | None
+    ) -> None:
+        """A leg's handoff was aborted from outside; its blocks are free."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Import:
+    handoff_id: str
+    arrived: float
+    opened: OpenLeg | None = None
+    offer: Offer | None = None
+    handoff: Handoff | None = None
+    link: Link | None = None
+
+    @property
+    def state(self) -> HandoffState | None:
+        return self.handoff.state if self.handoff is not None else None
+
+
+class Inbox:
+    """All handoffs of one decode half. Event loop only, but for the scattering of blocks."""
+
+    def __init__(
+        self,
+        *,
+        pool: BlockPool,
+        cache: BlockWriter,
+        layout: KVLayout,
+        clock: Clock,
+        lease_s: float,
+        call_soon: Callable[[Callable[[], None]], object],
+    ) -> None:
+        """``call_soon`` brings a call from any thread to the event loop."""
+        self._pool = pool
+        self._cache = cache
+        self._layout = layout
+        self._clock = clock
+        self._lease_s = lease_s
+        self._call_soon = call_soon
+        self._owner: InboxEvents | None = None
+        self._imports: dict[str, _Import] = {}
+        self._waiting: OrderedDict[str, _Import] = OrderedDict()
+        self._over: OrderedDict[str, tuple[AbortCause, float]] = OrderedDict()
+        self._errands = Errands()
+        self.counts: Counter[str] = Counter()
+        """``started`` = ``committed`` + ``failed`` when nothing is under way; ``bytes`` taken."""
+        pool.subscribe(self._on_free)
+
+    def __len__(self) -> int:
+        """Return the number of handoffs under way."""
+        return len(self._imports)
+
+    @property
+    def num_waiting(self) -> int:
+        """Handoffs that wait for blocks."""
+        return len(self._waiting)
+
+    @property
+    def num_transferring(self) -> int:
+        """Handoffs with blocks reserved."""
+        moving = (HandoffState.RESERVED, HandoffState.SENDING)
+        return sum(entry.state in moving for entry in self._imports.values())
+
+    def report_to(self, owner: InboxEvents) -> None:
+        """Name who hears what becomes of handoffs."""
+        self._owner = owner
+
+    def leg_arrived(self, opened: OpenLeg) -> None:
+        """Take a DECODE leg; its offer has come or will come."""
+        handoff_id = opened.leg.handoff_id
+        over = self._over.get(handoff_id)
+        if over is not None:
+            error = abort_error(over[0], "handoff", "the handoff was over before its decode leg")
+            self._tell_owner(opened, over[0], error)
+            return
+        entry = self._imports.setdefault(
+            handoff_id, _Import(handoff_id=handoff_id, arrived=self._clock.now())
+        )
+        if entry.opened is not None:
+            error = InvalidRequest("this handoff has its leg", field="handoff_id", stage="handoff")
+            self._tell_owner(opened, AbortCause.REFUSED, error)
+            return
+        entry.opened = opened
+        self._join(entry)
+
+    def abort(self, opened: OpenLeg, cause: AbortCause) -> None:
+        """Give up a leg's handoff because the leg ends here; tells the sender, not the owner."""
+        entry = self._imports.get(opened.leg.handoff_id)
+        if entry is not None and entry.opened is opened:
+            self._close(entry, cause, tells=True)
+
+    def close(self, cause: AbortCause) -> None:
+        """Refuse all offers that have no leg; those with one are aborted leg by leg."""
+        for entry in list(self._imports.values()):
+            if entry.opened is None:
+                self._close(entry, cause, tells=True)
+
+    def expire(self, now: float) -> None:
+        """End what waited too long, for its other half, for blocks, or for bytes."""
+        for entry in list(self._imports.values()):
+            if entry.opened is None:
+                if now >= entry.arrived + self._lease_s:
+                    self._close(entry, AbortCause.LEASE, "no decode leg came", tells=True)
+            elif now >= entry.opened.deadline:
+                error = DeadlineExceeded("the deadline passed before the KV came", stage="handoff")
+                self._end(entry, AbortCause.DEADLINE, error, tells=True)
+        while self._over and next(iter(self._over.values()))[1] <= now:
+            self._over.popitem(last=False)
+
+    def reserve_waiting(self) -> None:
+        """Give free blocks to those that wait for them, in their order."""
+        while self._waiting:
+            handoff_id, entry = next(iter(self._waiting.items()))
+            handoff = entry.handoff
+            assert handoff is not None, "joined before it waits"
+            assert entry.link is not None, "offered over a link"
+            if self._pool.reserve(handoff.num_blocks, handoff_id, handoff.key) is None:
+                return
+            del self._waiting[handoff_id]
+            handoff.advance(HandoffState.RESERVED)
+            logger.info(
+                "handoff=%s leg=%s reserved blocks=%d", handoff_id, handoff.key, handoff.num_blocks
+            )
+            self._errands.tell(entry.link, Credit(handoff_id=handoff_id))
+
+    # ---- for the links
+
+    def on_signal(self, link: Link, message: LinkSignal) -> None:
+        """Take the sender's word about a handoff; what is late or strange is dropped."""
+        if isinstance(message, Offer):
+            self._offered(link, message)
+        elif isinstance(message, ManifestBytes):
+            self._announced(link, message.payload)
+        elif isinstance(message, AbortHandoff):
+            self._aborted(link, message)
+        else:
+            logger.warning("peer=%s sent %s", link.peer.worker_id, type(message).__name__)
+
+    def on_link_lost(self, link: Link, reason: str) -> None:
+        """End all handoffs that came over this link and are not committed."""
+        for entry in list(self._imports.values()):
+            if entry.link is link:
+                error = HandoffFailed(f"link lost: {reason}", stage="handoff")
+                self._end(entry, AbortCause.FAULT, error, tells=False)
+
+    # ---- one handoff's way
+
+    def _offered(self, link: Link, offer: Offer) -> None:
+        handoff_id = offer.handoff_id
+        over = self._over.get(handoff_id)
+        if over is not None or len(self._imports) >= MAX_HANDOFFS:
+            cause = over[0] if over is not None else AbortCause.REFUSED
+            self._errands.tell(link, AbortHandoff(handoff_id=handoff_id, cause=cause))
+            return
+        entry = self._imports.setdefault(
+            handoff_id, _Import(handoff_id=handoff_id, arrived=self._clock.now())
+        )
+        if entry.offer is not None:
+            logger.warning("handoff=%s offered twice", handoff_id)
+            return
+        entry.offer, entry.link = offer, link
+        entry.handoff = Handoff(handoff_id, offer.key, offer.num_blocks)
+        self._join(entry)
+
+    def _join(self, entry: _Import) -> None:
+        if entry.opened is None or entry.offer is None:
+            return
+        try:
+            agreement.check_offer(
+                entry.offer, entry.opened.leg, self._layout, self._pool.num_blocks
+            )
+        except HandoffFailed as error:
+            self._end(entry, AbortCause.REFUSED, error, tells=True)
+            return
+        self._waiting[entry.handoff_id] = entry
+        self.reserve_waiting()
+
+    def _announced(self, link: Link, payload: bytes) -> None:
+        try:
+            manifest = Manifest.unpack(payload)
+        except HandoffFailed as error:
+            # How many bytes follow is unknown, so nothing after them could be told apart.
+            link.close(error.message)
+            return
+        entry = self._expecting(link, manifest)
+        if entry is not None and entry.handoff is not None:
+            entry.handoff.advance(HandoffState.SENDING)
+            self.counts["started"] += 1
+        self._errands.run(self._receive(link, manifest, entry))
+
+    def _expecting(self, link: Link, manifest: Manifest) -> _Import | None:
+        """Return the credited handoff that the manifest belongs to; None: throw its bytes away."""
+        entry = self._imports.get(manifest.handoff_id)
+        if entry is None or entry.link is not link or entry.state is not HandoffState.RESERVED:
+            logger.info("handoff=%s late or unknown, its bytes are dropped", manifest.handoff_id)
+            return None
+        assert entry.offer is not None, "only what was offered is credited"
+        assert entry.opened is not None, "and only what was joined"
+        try:
+            agreement.check_manifest(manifest, entry.offer, entry.opened.leg, self._layout)
+        except HandoffFailed as error:
+            self._end(entry, AbortCause.FAULT, error, tells=True)
+            return None
+        return entry
+
+    async def _receive(self, link: Link, manifest: Manifest, entry: _Import | None) -> None:
+        scatter = functools.partial(self._scatter, entry, manifest)
+        try:
+            await link.recv_import(manifest, scatter, timeout_s=None)
+        except PdserveError as error:
+            if entry is not None and entry.state is HandoffState.SENDING:
+                self._end(entry, AbortCause.FAULT, error, tells=True)
+            return
+        if entry is not None and entry.state is HandoffState.SENDING:
+            self._commit(link, entry, manifest)
+
+    def _scatter(
+        self,
+        entry: _Import | None,
+        manifest: Manifest,
+        start: int,
+        num_blocks: int,
+        staged_B: Tensor,
+    ) -> None:
+        # On the link's thread. Whoever ends the handoff cancels its reservation under this lock.
+        if entry is None:
+            return
+        with self._pool.lock:
+            block_ids = self._pool.importing(manifest.handoff_id)
+            if block_ids is None or entry.state is not HandoffState.SENDING:
+                return
+            self._cache.import_blocks(block_ids[start : start + num_blocks], staged_B)
+
+    def _commit(self, link: Link, entry: _Import, manifest: Manifest) -> None:
+        handoff, opened = entry.handoff, entry.opened
+        assert handoff is not None, "it was being sent"
+        assert opened is not None, "it was joined"
+        with self._pool.lock:
+            handoff.advance(HandoffState.COMMITTED)
+            self._pool.adopt(entry.handoff_id)
+        del self._imports[entry.handoff_id]
+        self._remember(entry.handoff_id, AbortCause.REFUSED)
+        self._errands.tell(link, Commit(handoff_id=entry.handoff_id))
+        self.counts["committed"] += 1
+        self.counts["bytes"] += manifest.num_bytes
+        logger.info(
+            "handoff=%s leg=%s committed bytes=%d",
+            entry.handoff_id, handoff.key, manifest.num_bytes,
+        )  # fmt: skip
+        assert self._owner is not None, "report_to comes first"
+        self._owner.on_imported(opened, manifest.output_ids)
+
+    def _aborted(self, link: Link, message: AbortHandoff) -> None:
+        entry = self._imports.get(message.handoff_id)
+        if entry is None:
+            # Before its leg and its offer, or long over: remembered for whoever comes late.
+            self._remember(message.handoff_id, message.cause)
+            return
+        if entry.link is not None and entry.link is not link:
+            logger.warning("handoff=%s aborted over another link", message.handoff_id)
+            return
+        error = abort_error(message.cause, "handoff", message.detail)
+        self._end(entry, message.cause, error, tells=False)
+
+    # ---- ends
+
+    def _end(
+        self, entry: _Import, cause: AbortCause, error: PdserveError | None, *, tells: bool
+    ) -> None:
+        self._close(entry, cause, error.message if error is not None else "", tells=tells)
+        if entry.opened is not None:
+            self._tell_owner(entry.opened, cause, error)
+
+    def _close(self, entry: _Import, cause: AbortCause, detail: str = "", *, tells: bool) -> None:
+        handoff_id, state = entry.handoff_id, entry.state
+        if state is HandoffState.SENDING:
+            self.counts["failed"] += 1
+        logger.info(
+            "handoff=%s aborted cause=%s in=%s",
+            handoff_id, cause.value, state.value if state is not None else "waiting for its offer",
+        )  # fmt: skip
+        del self._imports[handoff_id]
+        self._waiting.pop(handoff_id, None)
+        self._remember(handoff_id, cause)
+        if entry.handoff is not None:
+            with self._pool.lock:
+                entry.handoff.advance(HandoffState.ABORTED, cause)
+                self._pool.cancel(handoff_id)
+        if tells and entry.link is not None:
+            message = AbortHandoff(handoff_id=handoff_id, cause=cause, detail=detail)
+            self._errands.tell(entry.link, message)
+
+    def _remember(self, handoff_id: str, cause: AbortCause) -> None:
+        self._over[handoff_id] = (cause, self._clock.now() + REMEMBERED_S)
+        while len(self._over) > MAX_HANDOFFS:
+            self._over.popitem(last=False)
+
+    def _tell_owner(self, opened: OpenLeg, cause: AbortCause, error: PdserveError | None) -> None:
+        assert self._owner is not None, "report_to comes first"
+        self._owner.on_handoff_over(opened, cause, error)
+
+    def _on_free(self) -> None:
+        # On whichever thread freed blocks.
+        if self._waiting:
+            self._call_soon(self.reserve_waiting)

@@ -1,0 +1,177 @@
+"""``pdserve bench``: run the named benchmarks, each in the place it needs, and report.
+
+One core by itself comes first, then each kind of cluster once, for all benchmarks that need it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import difflib
+import os
+import signal
+import sys
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cluster.errors import ConfigError, PdserveError
+from deploy import progress as progress_bars
+from deploy.bench import cluster as bench_cluster
+from deploy.bench import decode_step, handoff, isolation, overhead, prefill, report
+from deploy.bench.site import Site
+from deploy.model_source import resolve_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+    from types import FrameType
+
+    from deploy.bench.report import Row
+    from deploy.bench.site import Doors
+
+    CoreBench = Callable[[Site], list[Row]]
+    ClusterBench = Callable[[Site, Doors], list[Row]]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterBenches:
+    """Benchmarks that share one cluster."""
+
+    title: str
+    file_name: str
+    """Of the deploy file."""
+    benches: tuple[tuple[str, ClusterBench], ...]
+
+
+CORE_BENCHES: tuple[tuple[str, CoreBench], ...] = (
+    (decode_step.NAME, decode_step.measure),
+    (prefill.NAME, prefill.measure),
+)
+CLUSTER_BENCHES = (
+    ClusterBenches(
+        "two pools",
+        "trial.yaml",
+        (
+            (handoff.NAME, handoff.measure),
+            (overhead.NAME, overhead.measure),
+            (isolation.NAME, isolation.measure_pools),
+        ),
+    ),
+    ClusterBenches(
+        "two colocated workers",
+        "colocated.yaml",
+        ((isolation.NAME, isolation.measure_colocated),),
+    ),
+)
+NAMES = (decode_step.NAME, prefill.NAME, handoff.NAME, overhead.NAME, isolation.NAME)
+
+
+def run(names: Sequence[str], *, json_path: Path | None) -> int:
+    """Measure the named benchmarks (none: all), print the table and write the JSON.
+
+    Returns 0 where all of them ran, whether their bars are held or not, and 1 where one did not.
+    Raises ConfigError for a name that is none, and for a file that cannot be written, before
+    anything is started.
+    """
+    chosen = check_names(names)
+    _check_writable(json_path)
+    _say(report.machine(datetime.datetime.now(datetime.UTC)))
+    folder, _ = resolve_model("trial")
+    site = Site(folder=folder, core=max(os.sched_getaffinity(0)), progress=progress_bars.show)
+    measurement = _Measurement(site, chosen)
+    with _ended_like_interrupted():
+        measurement.run()
+    if measurement.rows:
+        _say(f"\n{report.as_table(measurement.rows)}")
+    if json_path is not None:
+        json_path.write_text(report.as_json(measurement.rows), encoding="utf-8")
+    return 1 if measurement.has_failed else 0
+
+
+def check_names(names: Sequence[str]) -> frozenset[str]:
+    """Return the benchmarks to run; raises ConfigError that names the nearest one."""
+    for name in names:
+        if name not in NAMES:
+            near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(NAMES)}"
+            raise ConfigError(f"unknown benchmark {name!r}; {hint}", field=name)
+    return frozenset(names or NAMES)
+
+
+def _check_writable(json_path: Path | None) -> None:
+    """Find out before minutes of measuring, not after them."""
+    if json_path is None:
+        return
+    folder = json_path.absolute().parent
+    target = json_path if json_path.exists() else folder
+    if json_path.is_dir() or not folder.is_dir() or not os.access(target, os.W_OK):
+        raise ConfigError(f"--json {json_path}: cannot be written", field="json")
+
+
+class _Measurement:
+    """All chosen benchmarks, one after another; one that fails doesn't stop the others."""
+
+    def __init__(self, site: Site, chosen: frozenset[str]) -> None:
+        self._site = site
+        self._chosen = chosen
+        self.rows: list[Row] = []
+        self.has_failed = False
+
+    def run(self) -> None:
+        for name, measure in CORE_BENCHES:
+            if name in self._chosen:
+                with self._kept_going(name):
+                    self.rows += measure(self._site)
+        for group in CLUSTER_BENCHES:
+            benches = [bench for bench in group.benches if bench[0] in self._chosen]
+            if benches:
+                with self._kept_going(group.title):
+                    self._run_cluster(group, benches)
+
+    def _run_cluster(
+        self, group: ClusterBenches, benches: Sequence[tuple[str, ClusterBench]]
+    ) -> None:
+        config = bench_cluster.bench_config(group.file_name)
+        port = config.endpoints.control_port
+        _tell(f"starting a cluster: {group.title}, control port {port}")
+        with bench_cluster.running(config) as doors:
+            for name, measure in benches:
+                with self._kept_going(name):
+                    self.rows += measure(self._site, doors)
+
+    @contextlib.contextmanager
+    def _kept_going(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except PdserveError as error:
+            self.has_failed = True
+            _tell(f"\n{what} failed: {error.message}")
+
+
+@contextlib.contextmanager
+def _ended_like_interrupted() -> Iterator[None]:
+    """Let SIGTERM do what Ctrl-C does: leave every ``with`` on the way out."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def _tell(text: str) -> None:
+    """Say what a person who waits wants to know; standard output is the report's."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,95 @@
+"""One worker as a plain process: ``python -m deploy.worker_main --config FILE --pool NAME ...``.
+
+Prints one JSON line when the control plane has accepted it. SIGTERM or SIGINT stop it, a second
+one ends it at once. Exit codes: 0 stopped as asked, 1 the engine failed, 2 it could not start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from cluster import config as deploy_config
+from cluster.errors import StartupError
+from deploy.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+_GRACE_S = 1.0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the worker until it is told to stop, and return the exit code."""
+    options = _parse(arguments)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s %(message)s"
+    )
+    try:
+        config = deploy_config.load(options.config)
+        worker = Worker.build(
+            config,
+            config.pool(options.pool),
+            worker_id=options.worker_id,
+            model_path=options.model_path,
+            control_address=options.control,
+            cores=options.cores,
+        )
+        return asyncio.run(_serve(worker))
+    except StartupError as error:
+        logger.error("worker=%s cannot start: %s", options.worker_id, error.message)
+        return 2
+
+
+async def _serve(worker: Worker) -> int:
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        if stopped.is_set():
+            os._exit(1)
+        stopped.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    asked = asyncio.ensure_future(stopped.wait())
+    starting = asyncio.ensure_future(worker.start())
+    first: set[asyncio.Future[Any]] = {starting, asked}
+    await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+    if starting.done():
+        await starting
+        line = json.dumps({"ready": worker.worker_id, "address": worker.me.address})
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+        endings: set[asyncio.Future[Any]] = {asked, worker.fault}
+        await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
+    starting.cancel()
+    await worker.stop(_GRACE_S)
+    await asyncio.gather(starting, return_exceptions=True)
+    asked.cancel()
+    return 1 if worker.fault.done() else 0
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m deploy.worker_main", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--pool", required=True)
+    parser.add_argument("--worker-id", required=True)
+    parser.add_argument("--model-path", type=Path, required=True)
+    parser.add_argument("--control", required=True, metavar="ADDRESS")
+    parser.add_argument("--cores", type=_cores, default=(), help="e.g. 0,1; all if not given")
+    return parser.parse_args(arguments)
+
+
+def _cores(text: str) -> tuple[int, ...]:
+    return tuple(int(core) for core in text.split(","))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""What a worker computes with: weights, cache and runner on the cores or GPU it was given."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cluster.clock import Clock, SystemClock
+from cluster.config import DeployConfig, PoolConfig, TransportKind
+from cluster.engine.loop import Runner
+from cluster.engine.plan import Plan, Scheduled
+from cluster.engine.runner import ModelRunner
+from cluster.errors import StartupError
+from cluster.kv.cache import PagedCache
+from cluster.kv.layout import KVLayout
+from cluster.model.loader import load_model
+from cluster.request import LegKey, SamplingParams
+from cluster.transport.base import Transport
+from cluster.transport.torch_dist import TorchDistTransport
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+logger = logging.getLogger(__name__)
+
+_WARM_UP_TOKENS = 512
+_MEASURED_TOKENS = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSpeed:
+    """How fast a worker is before it has served anything; the control plane plans with it."""
+
+    base_s: float
+    per_seq_s: float
+    prefill_per_token_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerParts:
+    """A loaded model with its cache, ready to compute, and what others must know about it."""
+
+    layout: KVLayout
+    max_model_len: int
+    vocab_size: int
+    eos_ids: frozenset[int]
+    cache: Any
+    """``PagedCache``; in tests whatever exports and imports blocks."""
+    runner: Runner
+    speed: StepSpeed
+    transport: Transport
+    pin: Callable[[], None]
+    """Called on threads that compute."""
+
+
+def load_parts(
+    config: DeployConfig,
+    pool: PoolConfig,
+    model_path: Path,
+    *,
+    cores: tuple[int, ...] = (),
+    transport: Transport | None = None,
+) -> WorkerParts:
+    """Pin the process, load the weights, warm up and measure; blocks for seconds.
+
+    Raises UnsupportedModel or StartupError with the reason.
+    """
+    num_threads = len(cores) or pool.cores_per_worker
+    if cores:
+        # First, so that memory and threads of the model come to be where they are used.
+        _pin_process(cores)
+    torch.set_num_threads(num_threads)
+    device = torch.device(pool.device.value)
+    loaded = load_model(model_path, dtype=pool.dtype, device=device)
+    layout = loaded.layout(pool.block_size)
+    cache = PagedCache(layout, pool.num_blocks, device)
+    runner = ModelRunner(loaded, cache)
+    max_model_len = min(config.model.max_model_len, loaded.max_model_len)
+    runner.warm_up(
+        num_tokens=min(_WARM_UP_TOKENS, pool.token_budget, max_model_len - 1),
+        num_seqs=pool.max_num_seqs,
+    )
+
+    def pin() -> None:
+        if cores:
+            os.sched_setaffinity(0, cores)
+        torch.set_num_threads(num_threads)
+
+    return WorkerParts(
+        layout=layout,
+        max_model_len=max_model_len,
+        vocab_size=loaded.vocab_size,
+        eos_ids=loaded.eos_ids,
+        cache=cache,
+        runner=runner,
+        speed=measure_speed(runner, pool, max_model_len, SystemClock()),
+        transport=transport or _make_transport(config.transport, str(device)),
+        pin=pin,
+    )
+
+
+def measure_speed(runner: Runner, pool: PoolConfig, max_model_len: int, clock: Clock) -> StepSpeed:
+    """Time one prompt and two decode steps; to be called before any block is handed out."""
+    num_tokens = min(_MEASURED_TOKENS, pool.token_budget, max_model_len - 1, pool.kv_tokens - 1)
+    num_blocks = num_tokens // pool.block_size + 1
+
+    def share(choice: int, length: int, start: int) -> Scheduled:
+        return Scheduled(
+            key=LegKey("measure", 0, choice),
+            token_ids=(0,) * length,
+            start=start,
+            block_ids=tuple(range(num_blocks)),
+            is_sampled=True,
+            output_index=0,
+            params=SamplingParams(max_tokens=1, temperature=0.0),
+        )
+
+    def seconds(shares: Sequence[Scheduled]) -> float:
+        best = float("inf")
+        for _ in range(2):
+            started = clock.now()
+            runner.run(Plan(tuple(shares)))
+            best = min(best, clock.now() - started)
+        return best
+
+    prompt_s = seconds([share(0, num_tokens, 0)])
+    one_s = seconds([share(0, 1, num_tokens)])
+    all_s = seconds([share(choice, 1, num_tokens) for choice in range(pool.max_num_seqs)])
+    per_seq_s = max(0.0, all_s - one_s) / max(1, pool.max_num_seqs - 1)
+    return StepSpeed(
+        base_s=max(0.0, one_s - per_seq_s),
+        per_seq_s=per_seq_s,
+        prefill_per_token_s=prompt_s / num_tokens,
+    )
+
+
+def _make_transport(kind: TransportKind, device: str) -> Transport:
+    if kind is TransportKind.LOOPBACK:
+        raise StartupError(
+            "transport loopback moves KV inside one process only; use host inline, "
+            "or transport torch_dist"
+        )
+    return TorchDistTransport(device=device)
+
+
+def _pin_process(cores: tuple[int, ...]) -> None:
+    # Linux pins threads, not processes: all those that are there, and with them their children.
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            os.sched_setaffinity(int(task.name), cores)
+        except ProcessLookupError:
+            continue
+        except OSError as error:
+            raise StartupError(f"cannot pin to cores {cores}: {error.strerror}") from error
+    logger.info("pid=%d cores=%s pinned", os.getpid(), cores)

@@ -1,0 +1,131 @@
+"""What a worker tells the control plane about itself."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from cluster.control.facts import BlockCounts, Registration, TransferSample, WorkerReport
+from cluster.request import FinishReason
+
+if TYPE_CHECKING:
+    from cluster.config import PoolConfig
+    from cluster.engine.loop import EngineLoop, EngineSnapshot
+    from cluster.kv.block_pool import BlockPool
+    from cluster.request import Peer
+    from decode_worker.streams import DecodeHalf
+    from deploy.worker_parts import WorkerParts
+    from prefill_worker.intake import PrefillHalf
+
+
+class WorkerReporter:
+    """Reads the parts of one worker; event loop only."""
+
+    def __init__(
+        self,
+        *,
+        pool: PoolConfig,
+        parts: WorkerParts,
+        blocks: BlockPool,
+        engine: EngineLoop,
+        halves: tuple[PrefillHalf | None, DecodeHalf | None],
+    ) -> None:
+        self._config = pool
+        self._parts = parts
+        self._blocks = blocks
+        self._engine = engine
+        self._prefill, self._decode = halves
+        self.num_rejected = 0
+        """Legs that were refused at once."""
+
+    def registration(self, me: Peer) -> Registration:
+        """Return who this worker is."""
+        parts, pool = self._parts, self._config
+        return Registration(
+            worker_id=me.worker_id,
+            incarnation=me.incarnation,
+            pool=pool.name,
+            role=pool.role,
+            address=me.address,
+            num_slots=pool.max_num_seqs,
+            num_blocks=pool.num_blocks,
+            block_size=pool.block_size,
+            max_model_len=parts.max_model_len,
+            layout=parts.layout.describe(),
+            step_base_s=parts.speed.base_s,
+            step_per_seq_s=parts.speed.per_seq_s,
+            prefill_per_token_s=parts.speed.prefill_per_token_s,
+            pid=os.getpid(),
+            transport=parts.transport.kind.value,
+        )
+
+    def report(self) -> WorkerReport:
+        """Return the load now; takes the transfers since the last report with it."""
+        snapshot, counts = self._engine.snapshot(), self._blocks.counts()
+        prefill, decode = self._prefill, self._decode
+        grants: set[str] = set()
+        for half in (prefill, decode):
+            if half is not None:
+                grants.update(half.book.grants())
+        transfers = prefill.outbox.take_transfers() if prefill is not None else ()
+        return WorkerReport(
+            blocks=BlockCounts(free=counts.free, held=counts.held, importing=counts.importing),
+            num_running=snapshot.num_running,
+            num_waiting=snapshot.num_waiting
+            + (decode.inbox.num_waiting if decode is not None else 0),
+            num_transferring=(len(prefill.outbox) if prefill is not None else 0)
+            + (decode.inbox.num_transferring if decode is not None else 0),
+            queued_tokens=snapshot.queued_tokens,
+            held_grants=tuple(sorted(grants)),
+            num_steps=snapshot.num_steps,
+            step_base_s=snapshot.step_base_s,
+            step_per_seq_s=snapshot.step_per_seq_s,
+            prefill_per_token_s=snapshot.prefill_per_token_s,
+            transfers=tuple(
+                TransferSample(
+                    peer_worker_id=transfer.peer_worker_id,
+                    num_bytes=transfer.num_bytes,
+                    seconds=transfer.seconds,
+                )
+                for transfer in transfers
+            ),
+            counters=self._counters(snapshot),
+        )
+
+    def _counters(self, snapshot: EngineSnapshot) -> dict[str, float]:
+        """Count legs, handoffs and tokens since the start; all only ever rise.
+
+        When nothing is open, ``requests_received`` is the sum of the other ``requests_``. A
+        transfer is counted where it was sent, what arrived beside it as ``imports_``; a token
+        where it was drawn.
+        """
+        legs: Counter[str] = Counter()
+        for half in (self._prefill, self._decode):
+            if half is not None:
+                legs.update(half.book.counts)
+        counters: dict[str, float] = {
+            "requests_received": legs["received"] + self.num_rejected,
+            "requests_rejected": self.num_rejected,
+            "requests_aborted": legs["aborted"],
+            "requests_failed": legs["failed"],
+            "requests_handed_over": legs["handed_over"],
+            "requests_finished_at_prefill": legs["finished_at_prefill"],
+            "prefilled_tokens": snapshot.prefilled_tokens,
+            "generated_tokens": snapshot.generated_tokens,
+            "preemptions": snapshot.num_preemptions,
+        }
+        for reason in FinishReason:
+            counters[f"requests_finished_{reason.value}"] = legs[reason.value]
+        if self._prefill is not None:
+            sent = self._prefill.outbox.counts
+            counters["transfers_started"] = sent["started"]
+            counters["transfers_ok"] = sent["committed"]
+            counters["transfers_failed"] = sent["failed"]
+            counters["transfer_bytes"] = sent["bytes"]
+        if self._decode is not None:
+            taken = self._decode.inbox.counts
+            counters["imports_ok"] = taken["committed"]
+            counters["imports_failed"] = taken["failed"]
+            counters["import_bytes"] = taken["bytes"]
+        return counters

@@ -1,0 +1,146 @@
+"""The router's connections to workers, and which leg hears which token.
+
+One connection per worker incarnation, made at its first leg and dropped when it is lost. A leg
+always ends with one ``LegEnd``: of the worker's, or made here when the worker is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from cluster.errors import PdserveError, WorkerLost
+from cluster.request import Leg, LegEnd, LegKey, LegKind, Peer, Token
+
+if TYPE_CHECKING:
+    from cluster.handoff import AbortCause
+    from cluster.rpc.client import LegEvents
+
+logger = logging.getLogger(__name__)
+
+LegNews = tuple[LegKind, Token | LegEnd]
+"""Something a leg of this kind said."""
+Hear = Callable[[LegNews], None]
+
+
+class WorkerConnection(Protocol):
+    """What is needed of ``cluster.rpc.client.WorkerClient``."""
+
+    async def start_leg(self, leg: Leg) -> None:
+        """Send a leg; raises WorkerLost."""
+        ...
+
+    async def abort_leg(self, key: LegKey, cause: AbortCause) -> None:
+        """Give a leg up."""
+        ...
+
+    async def close(self) -> None:
+        """End the stream."""
+        ...
+
+
+Connect = Callable[[Peer, "LegEvents"], WorkerConnection]
+
+
+@dataclass(slots=True)
+class _Worker:
+    """One incarnation: its connection and who listens to its open legs."""
+
+    peer: Peer
+    drop: Callable[[str], None]
+    legs: dict[LegKey, tuple[LegKind, Hear]] = field(default_factory=dict)
+    connection: WorkerConnection | None = None
+
+    def on_tokens(self, tokens: Sequence[Token], ends: Sequence[LegEnd]) -> None:
+        """Pass one step on; what nobody listens to crossed with an abort."""
+        for token in tokens:
+            if (leg := self.legs.get(token.key)) is not None:
+                kind, hear = leg
+                hear((kind, token))
+        for end in ends:
+            if (leg := self.legs.pop(end.key, None)) is not None:
+                kind, hear = leg
+                hear((kind, end))
+
+    def on_worker_lost(self, peer: Peer, reason: str) -> None:
+        """End every leg here with WorkerLost."""
+        self.drop(peer.incarnation)
+        legs, self.legs = self.legs, {}
+        for key, (kind, hear) in legs.items():
+            logger.warning("leg=%s worker=%s lost: %s", key, peer.worker_id, reason)
+            error = WorkerLost(
+                f"the {kind.value} worker was lost", stage=kind.value, worker_id=peer.worker_id
+            )
+            hear((kind, LegEnd(key=key, error=error)))
+
+
+class Workers:
+    """All connections of one router."""
+
+    def __init__(self, connect: Connect) -> None:
+        self._connect = connect
+        self._workers: dict[str, _Worker] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self, leg: Leg, peer: Peer, hear: Hear) -> None:
+        """Start a leg; everything about it, a failure to start too, comes through ``hear``."""
+        worker = self._workers.get(peer.incarnation)
+        if worker is None:
+            worker = _Worker(peer, self._drop)
+            worker.connection = self._connect(peer, worker)
+            self._workers[peer.incarnation] = worker
+        worker.legs[leg.key] = (leg.kind, hear)
+        assert worker.connection is not None
+        try:
+            await worker.connection.start_leg(leg)
+        except PdserveError as error:
+            if isinstance(error, WorkerLost):
+                self._drop(peer.incarnation)
+            if worker.legs.pop(leg.key, None) is not None:
+                hear((leg.kind, LegEnd(key=leg.key, error=error)))
+
+    def abort(self, peer: Peer, key: LegKey, cause: AbortCause) -> None:
+        """Tell the worker to give a leg up, unless it has ended; what it still says is heard."""
+        worker = self._workers.get(peer.incarnation)
+        if worker is None or key not in worker.legs:
+            return
+        assert worker.connection is not None
+        self._run(worker.connection.abort_leg(key, cause))
+
+    def forget(self, peer: Peer, key: LegKey) -> None:
+        """Stop listening to a leg."""
+        if (worker := self._workers.get(peer.incarnation)) is not None:
+            worker.legs.pop(key, None)
+
+    def lost(self, worker_id: str, incarnation: str, reason: str) -> None:
+        """Drop a worker that was declared dead, whatever its connection says."""
+        worker = self._workers.get(incarnation)
+        if worker is None:
+            return
+        peer = Peer(worker_id=worker_id, incarnation=incarnation, address=worker.peer.address)
+        worker.on_worker_lost(peer, reason)
+        if worker.connection is not None:
+            self._run(worker.connection.close())
+
+    async def close(self) -> None:
+        """Close every connection; idempotent."""
+        workers, self._workers = list(self._workers.values()), {}
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        closing = (worker.connection.close() for worker in workers if worker.connection)
+        await asyncio.gather(*closing, return_exceptions=True)
+
+    def _drop(self, incarnation: str) -> None:
+        self._workers.pop(incarnation, None)
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.warning("a message to a worker failed: %r", error)

@@ -1,0 +1,131 @@
+"""Tokens into text, one at a time: never half a character, never a character taken back.
+
+    ids ──Detokenizer──▶ whole characters ──StopMatcher──▶ text that no stop string can claim
+
+Joined, the pieces are the text of all ids, cut at the first stop string that completes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_BROKEN = "\ufffd"
+_MAX_HELD_CHARS = 3  # a UTF-8 character that lacks its last byte shows as 3 U+FFFD at most
+
+
+class Detokenizer:
+    """Incremental decoding of one choice.
+
+    Regions of ``_ids``:   | context | pending |
+    ``context`` is out already and only there because some decoders treat the first token of a
+    text differently (a leading space); ``pending`` are the ids whose text is not all out.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], hidden_ids: frozenset[int]) -> None:
+        self._decode = decode
+        self._hidden_ids = hidden_ids
+        self._ids: list[int] = []
+        self._num_context = 0
+        self._context_chars = 0
+        self._num_emitted = 0  # characters of the pending ids that are out
+
+    def push(self, token_id: int) -> str:
+        """Take one id and return the text that is settled by it; often empty."""
+        if token_id in self._hidden_ids:
+            return ""
+        self._ids.append(token_id)
+        text = self._decode(self._ids)
+        pending = text[self._context_chars :]
+        num_settled = len(pending) - _num_unsettled(pending)
+        piece = pending[self._num_emitted : num_settled]
+        self._num_emitted = max(self._num_emitted, num_settled)
+        if num_settled == len(pending) and pending:
+            # All of it is out: the pending ids become the context of what comes.
+            self._ids = self._ids[self._num_context :]
+            self._num_context = len(self._ids)
+            self._context_chars = len(self._decode(self._ids))
+            self._num_emitted = 0
+        return piece
+
+    def flush(self) -> str:
+        """Return what is still held: a character that was never completed."""
+        pending = self._decode(self._ids)[self._context_chars :] if self._ids else ""
+        piece = pending[self._num_emitted :]
+        self._num_emitted = len(pending)
+        return piece
+
+
+def _num_unsettled(text: str) -> int:
+    """Count the characters at the end that may still become another character."""
+    tail = text[-_MAX_HELD_CHARS:]
+    return len(tail) - len(tail.rstrip(_BROKEN))
+
+
+class StopMatcher:
+    """Finds stop strings in a growing text, wherever its pieces are cut.
+
+    The string that completes first wins; of those that complete at one character, the one that
+    began first. So the result doesn't depend on where tokens end. What could still become a
+    stop string, ``longest stop - 1`` characters at most, is held back.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._max_held = max((len(stop) for stop in stops), default=1) - 1
+        self._held = ""
+        self.is_stopped = False
+
+    def push(self, piece: str) -> str:
+        """Take more text and return what is safe to show; nothing more once stopped."""
+        if self.is_stopped or not piece:
+            return ""
+        text = self._held + piece
+        start = self._first_match(text)
+        if start is not None:
+            self.is_stopped = True
+            self._held = ""
+            return text[:start]
+        num_held = self._num_held(text)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held]
+
+    def flush(self) -> str:
+        """Return the held tail: the text is over, so it is no stop string."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first_match(self, text: str) -> int | None:
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        return min(found)[1] if found else None
+
+    def _num_held(self, text: str) -> int:
+        for num in range(min(self._max_held, len(text)), 0, -1):
+            tail = text[-num:]
+            if any(len(stop) > num and stop.startswith(tail) for stop in self._stops):
+                return num
+        return 0
+
+
+class ChoiceText:
+    """The text of one choice: detokenised, and cut at its stop strings."""
+
+    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str]) -> None:
+        self._detokenizer = detokenizer
+        self._matcher = StopMatcher(stops)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string has completed; no text comes after it."""
+        return self._matcher.is_stopped
+
+    def push(self, token_id: int) -> str:
+        """Take one id; return the text that may be shown now."""
+        return self._matcher.push(self._detokenizer.push(token_id))
+
+    def flush(self) -> str:
+        """Return the rest of the text; call once, when no more ids come."""
+        text = self._matcher.push(self._detokenizer.flush())
+        return text if self.is_stopped else text + self._matcher.flush()

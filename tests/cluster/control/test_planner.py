@@ -1,0 +1,448 @@
+"""The planner as stories: what is placed where, who waits, who is told what."""
+
+import dataclasses
+
+import pytest
+
+from cluster.config import Role
+from cluster.control.decisions import AbortLegs
+from cluster.control.facts import BlockCounts, Health, TransferSample
+from cluster.control.planner import Planner
+from cluster.control.settings import ControlSettings
+from cluster.errors import DeadlineExceeded, InvalidRequest, NoWorker, QueueFull, StartupError
+from tests.cluster.control.factory import (
+    deaths,
+    grants,
+    make_config,
+    make_layout,
+    make_pool,
+    make_registration,
+    make_report,
+    make_want,
+    rejects,
+    two_pools,
+)
+
+SETTINGS = ControlSettings()
+
+
+class Story:
+    """A planner, its time, and workers that report what they are told to."""
+
+    def __init__(self, *pools, counts=None, **scheduling):
+        self.config = make_config(*pools, **scheduling)
+        self.now = 1000.0
+        self.planner = Planner(self.config, term=7, settings=SETTINGS, now=self.now)
+        self.planner.router_joined("a", "a-1", self.now)
+        self.workers = {}
+        for pool in self.config.pools:
+            for index in range((counts or {}).get(pool.name, 1)):
+                self.join(make_registration(pool, index))
+        self.now += SETTINGS.reconcile_s
+        self.beat()
+
+    def join(self, registration):
+        self.workers[registration.worker_id] = registration
+        decisions = self.planner.register(registration, self.now)
+        return decisions + self.report(registration.worker_id)
+
+    def report(self, worker_id, *held, **changes):
+        registration = self.workers[worker_id]
+        report = make_report(registration, *held, **changes)
+        return self.planner.report(worker_id, registration.incarnation, report, self.now)
+
+    def beat(self):
+        for worker_id in self.workers:
+            self.report(worker_id)
+        return self.planner.tick(self.now)
+
+    def want(self, request_id="r", router_id="a", **changes):
+        return self.planner.want(router_id, make_want(request_id, **changes), self.now)
+
+    def advance(self, seconds, *, reporting=()):
+        decisions = []
+        for _ in range(round(seconds / 0.5)):
+            self.now += 0.5
+            for worker_id in reporting:
+                decisions += self.report(worker_id)
+            decisions += self.planner.tick(self.now)
+            self.planner.check()
+        return decisions
+
+
+def test_a_want_gets_a_pair_with_a_handoff():
+    story = Story()
+    (grant,) = grants(story.want())
+    assert grant.term == 7
+    assert grant.prefill.worker_id == "prefill-0"
+    assert grant.decode.worker_id == "decode-0"
+    assert grant.handoff_id
+    assert grant.predicted_s == pytest.approx(0.032)
+    assert story.planner.view(story.now).num_granted == 1
+
+
+def test_one_output_token_needs_no_decode_worker():
+    (grant,) = grants(Story().want(max_tokens=1))
+    assert (grant.prefill.worker_id, grant.decode, grant.handoff_id) == ("prefill-0", None, "")
+
+
+@pytest.mark.parametrize("max_tokens", [1, 16])
+def test_a_mixed_worker_serves_alone(max_tokens):
+    (grant,) = grants(Story(make_pool("both", Role.MIXED)).want(max_tokens=max_tokens))
+    assert (grant.prefill, grant.decode.worker_id, grant.handoff_id) == (None, "both-0", "")
+
+
+def test_cost_decides_between_a_pair_and_a_mixed_worker():
+    pools = (*two_pools(), make_pool("both", Role.MIXED))
+    story = Story(*pools)
+    (first,) = grants(story.want("r1"))
+    assert first.prefill is None, "no transfer is cheaper than any"
+    story.report("both-0", first.grant_id, num_running=1, queued_tokens=1000)
+    (second,) = grants(story.want("r2"))
+    assert second.prefill is not None, "its queue costs more than a transfer"
+
+
+def test_a_mixed_worker_stands_in_for_a_role_without_a_pool():
+    story = Story(make_pool("decode", Role.DECODE), make_pool("both", Role.MIXED))
+    story.report("both-0", num_running=2)
+    (grant,) = grants(story.want())
+    assert (grant.prefill.worker_id, grant.decode.worker_id) == ("both-0", "decode-0")
+
+
+def test_slots_bound_what_is_granted_and_an_ended_leg_frees_one():
+    story = Story()
+    first, second = grants(story.want("r1")) + grants(story.want("r2"))
+    assert grants(story.want("r3")) == []
+    story.report("decode-0", first.grant_id, second.grant_id)
+    assert grants(story.planner.done(first.grant_id, 16, story.now)) == [], "still reported"
+    (third,) = grants(story.report("decode-0", second.grant_id))
+    assert third.request_id == "r3"
+
+
+def test_blocks_count_what_is_promised_and_what_is_used():
+    story = Story(*two_pools(kv_tokens=256, slots=8))
+    first, second = grants(story.want("r1", num_prompt_tokens=80)) + grants(
+        story.want("r2", num_prompt_tokens=80)
+    )
+    assert grants(story.want("r3", num_prompt_tokens=80)) == [], "6 + 6 of 16 blocks are promised"
+    held = (first.grant_id, second.grant_id)
+    story.report("prefill-0")
+    assert grants(story.report("decode-0", *held, blocks=BlockCounts(free=16))) == []
+    story.report("decode-0", second.grant_id, blocks=BlockCounts(free=5, held=11))
+    assert story.planner.view(story.now).num_waiting == 1, "the survivor has grown"
+    story.report("decode-0", second.grant_id, blocks=BlockCounts(free=10, held=6))
+    assert story.planner.view(story.now).num_waiting == 0
+
+
+def test_run_ahead_is_bounded_but_one_prompt_always_goes():
+    story = Story(*two_pools(slots=8), run_ahead_tokens=100)
+    (first,) = grants(story.want("r1", num_prompt_tokens=400))
+    assert grants(story.want("r2", num_prompt_tokens=40)) == []
+    assert grants(story.report("prefill-0", first.grant_id, queued_tokens=80)) == []
+    (second,) = grants(story.report("prefill-0", first.grant_id, queued_tokens=10))
+    assert second.request_id == "r2"
+
+
+def test_first_come_first_served_by_all_the_time_waited():
+    story = Story(*two_pools(slots=1))
+    (first,) = grants(story.want("r1"))
+    story.want("young")
+    story.want("old", waited_s=5.0)
+    (second,) = grants(story.planner.done(first.grant_id, 1, story.now))
+    assert second.request_id == "old"
+    (third,) = grants(story.planner.done(second.grant_id, 1, story.now))
+    assert third.request_id == "young"
+
+
+def test_a_small_want_does_not_overtake_but_one_for_other_workers_may():
+    story = Story(*two_pools(slots=8, kv_tokens=256))
+    (first,) = grants(story.want("r1", num_prompt_tokens=120))
+    assert grants(story.want("big", num_prompt_tokens=200)) == []
+    assert grants(story.want("small", num_prompt_tokens=16)) == []
+    story.report("prefill-0", first.grant_id)
+    story.report("prefill-0")
+    (single,) = grants(story.want("single", num_prompt_tokens=16, max_tokens=1))
+    assert single.request_id == "single", "the prefill worker is not what the others lack"
+
+
+def test_equal_workers_take_turns_as_pairs():
+    story = Story(*two_pools(slots=8), counts={"prefill": 2, "decode": 2})
+    seen = []
+    for index in range(8):
+        (grant,) = grants(story.want(f"r{index}"))
+        seen.append((grant.prefill.worker_id, grant.decode.worker_id))
+        story.planner.done(grant.grant_id, 0, story.now)
+    assert len(set(seen[:4])) == 4, "every pair is used, so every link is measured"
+    assert seen[:4] == seen[4:]
+
+
+def test_a_slow_link_is_avoided_until_its_estimate_has_aged():
+    story = Story(*two_pools(slots=8), counts={"decode": 2})
+    slow = TransferSample(peer_worker_id="decode-0", num_bytes=4096, seconds=0.5)
+    fast = TransferSample(peer_worker_id="decode-1", num_bytes=4096, seconds=0.001)
+    story.report("prefill-0", transfers=(slow,) * 3 + (fast,) * 30)
+
+    def chosen():
+        picks = []
+        for index in range(4):
+            (grant,) = grants(story.want(f"r{index}-{story.now}"))
+            picks.append(grant.decode.worker_id)
+            story.planner.done(grant.grant_id, 0, story.now)
+        return set(picks)
+
+    assert chosen() == {"decode-1"}
+    (link,) = [v for v in story.planner.view(story.now).links if v.decode_worker_id == "decode-0"]
+    assert (link.num_transfers, link.num_bytes, link.last_s) == (3, 3 * 4096, 0.5)
+    story.advance(61, reporting=tuple(story.workers))
+    assert chosen() == {"decode-0", "decode-1"}
+
+
+def test_a_faster_worker_is_preferred_and_noise_is_not():
+    story = Story(*two_pools(slots=8), counts={"decode": 2})
+    for worker_id, step_s in (("decode-0", 0.0103), ("decode-1", 0.0100)):
+        story.report(worker_id, step_base_s=step_s, step_per_seq_s=0.001)
+    first, second = grants(story.want("r1")) + grants(story.want("r2"))
+    assert {first.decode.worker_id, second.decode.worker_id} == {"decode-0", "decode-1"}
+    story.planner.done(first.grant_id, 0, story.now)
+    story.planner.done(second.grant_id, 0, story.now)
+    story.report("decode-0", step_base_s=0.03, step_per_seq_s=0.001)
+    assert {grants(story.want(f"s{i}"))[0].decode.worker_id for i in range(2)} == {"decode-1"}
+
+
+def test_the_same_want_gets_the_same_grant_while_it_lives():
+    story = Story()
+    (first,) = grants(story.want())
+    assert grants(story.want()) == [first]
+    story.planner.done(first.grant_id, 3, story.now)
+    (second,) = grants(story.want(attempt=1))
+    assert second.grant_id != first.grant_id
+
+
+def test_a_grant_that_nobody_reports_is_taken_back():
+    story = Story(*two_pools(slots=1))
+    (lost,) = grants(story.want("r1"))
+    story.want("r2")
+    decisions = story.advance(3, reporting=tuple(story.workers))
+    assert [grant.request_id for grant in grants(decisions)] == ["r2"]
+    story.advance(3, reporting=tuple(story.workers))
+    (again,) = grants(story.want("r1"))
+    assert again.grant_id != lost.grant_id
+
+
+def test_a_leg_that_shows_up_late_counts_again():
+    story = Story(*two_pools(slots=1))
+    (late,) = grants(story.want("r1"))
+    story.advance(2.5, reporting=tuple(story.workers))
+    story.report("decode-0", late.grant_id)
+    assert grants(story.want("r2")) == []
+
+
+def test_a_full_queue_refuses_with_a_time_to_come_back():
+    story = Story(*two_pools(slots=1), max_queue_requests=1)
+    story.want("r1")
+    story.want("r2")
+    (reject,) = rejects(story.want("r3"))
+    assert isinstance(reject.error, QueueFull)
+    assert reject.error.retry_after_s >= 1.0
+    assert rejects(story.want("r2")) == [], "a want that is sent again is in the queue already"
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"num_prompt_tokens": 1020, "max_tokens": 16}, "max_tokens"),
+        ({"num_prompt_tokens": 1025, "max_tokens": 1}, "prompt"),
+        ({"num_prompt_tokens": 1024, "max_tokens": 2}, "prompt"),
+        ({"num_prompt_tokens": 4000}, "prompt"),
+    ],
+)
+def test_what_can_never_fit_is_refused_by_name(changes, field):
+    (reject,) = rejects(Story().want(**changes))
+    assert isinstance(reject.error, InvalidRequest)
+    assert reject.error.field == field
+
+
+def test_the_largest_pool_decides_what_fits_and_who_serves_it():
+    big = make_pool("big", Role.DECODE, kv_tokens=2048)
+    story = Story(*two_pools(), big)
+    (grant,) = grants(story.want(num_prompt_tokens=1000, max_tokens=500))
+    assert grant.decode.pool == "big"
+
+
+@pytest.mark.parametrize("gone", ["prefill-0", "decode-0"])
+def test_no_worker_of_a_role_is_told_at_once_after_the_reconcile_window(gone):
+    story = Story()
+    registration = story.workers.pop(gone)
+    decisions = story.planner.worker_left(gone, registration.incarnation, "drained", story.now)
+    assert deaths(decisions) == [gone]
+    (reject,) = rejects(story.want())
+    assert isinstance(reject.error, NoWorker)
+    assert reject.error.retry_after_s is not None
+    assert gone.split("-")[0] in reject.error.message
+
+
+def test_nobody_is_rejected_within_the_reconcile_window():
+    config = make_config(max_queue_requests=1)
+    planner = Planner(config, term=1, settings=SETTINGS, now=0.0)
+    assert planner.want("a", make_want("r1"), 0.1) == []
+    assert planner.want("a", make_want("r2"), 0.1) == []
+    decisions = [d for tenth in range(1, 29) for d in planner.tick(tenth / 10)]
+    assert decisions == []
+    assert len(rejects(planner.tick(3.01))) == 2
+
+
+def test_a_deadline_ends_a_want_in_the_queue():
+    story = Story(*two_pools(slots=1))
+    story.want("r1")
+    story.want("r2", remaining_s=1.0)
+    (reject,) = rejects(story.advance(1.5, reporting=tuple(story.workers)))
+    assert isinstance(reject.error, DeadlineExceeded)
+
+
+def test_a_silent_worker_is_suspected_then_dead():
+    story = Story(counts={"decode": 2})
+    talking = ("prefill-0", "decode-1")
+    assert deaths(story.advance(2, reporting=talking)) == []
+    health = {v.worker.worker_id: v.health for v in story.planner.view(story.now).workers}
+    assert health["decode-0"] is Health.SUSPECTED
+    assert {grants(story.want(f"r{i}"))[0].decode.worker_id for i in range(2)} == {"decode-1"}
+    assert deaths(story.advance(1.5, reporting=talking)) == ["decode-0"]
+
+
+def test_a_broken_stream_suspects_at_once_and_kills_unless_it_is_back():
+    story = Story(*two_pools(slots=1))
+    registration = story.workers["decode-0"]
+    (grant,) = grants(story.want("r1"))
+    story.planner.worker_stream_lost("decode-0", registration.incarnation, story.now)
+    assert grants(story.want("r2")) == []
+    story.now += 0.8
+    story.planner.register(registration, story.now)
+    story.report("decode-0", grant.grant_id)
+    assert deaths(story.advance(1.5, reporting=("prefill-0",))) == []
+    story.planner.worker_stream_lost("decode-0", registration.incarnation, story.now)
+    decisions = story.advance(1.5, reporting=("prefill-0",))
+    assert deaths(decisions) == ["decode-0"]
+    assert isinstance(rejects(decisions)[0].error, NoWorker)
+
+
+def test_a_suspected_worker_makes_requests_wait():
+    story = Story()
+    story.planner.worker_stream_lost(
+        "decode-0", story.workers["decode-0"].incarnation, story.now
+    )
+    assert story.want() == []
+
+
+def test_our_own_absence_kills_nobody():
+    story = Story()
+    story.now += 30.0
+    assert story.planner.tick(story.now) == []
+    assert len(story.planner.view(story.now).workers) == 2
+
+
+def test_a_death_takes_its_grants_back_and_done_frees_the_other_leg():
+    story = Story(*two_pools(slots=1), counts={"prefill": 2})
+    (grant,) = grants(story.want("r1"))
+    assert grants(story.want("r2")) == []
+    dead = grant.prefill.worker_id
+    incarnation = story.workers.pop(dead).incarnation
+    decisions = story.planner.worker_left(dead, incarnation, "killed", story.now)
+    assert deaths(decisions) == [dead]
+    assert grants(decisions) == [], "the decode leg may be starting"
+    (second,) = grants(story.planner.done(grant.grant_id, 0, story.now))
+    assert second.request_id == "r2"
+
+
+def test_a_new_incarnation_buries_the_old_one_for_good():
+    story = Story()
+    old = story.workers["decode-0"]
+    new = dataclasses.replace(old, incarnation="second")
+    assert deaths(story.join(new)) == ["decode-0"]
+    (grant,) = grants(story.want())
+    assert grant.decode.incarnation == "second"
+    with pytest.raises(StartupError, match="replaced"):
+        story.planner.register(old, story.now)
+    assert story.planner.report("decode-0", old.incarnation, make_report(old), story.now) == []
+
+
+def test_avoided_incarnations_are_avoided():
+    story = Story(counts={"decode": 2})
+    avoided = story.workers["decode-0"].incarnation
+    picks = {grants(story.want(f"r{i}", avoid=(avoided,)))[0].decode.worker_id for i in range(2)}
+    assert picks == {"decode-1"}
+
+
+def test_a_cancelled_want_is_never_granted():
+    story = Story(*two_pools(slots=1))
+    (first,) = grants(story.want("r1"))
+    story.want("r2")
+    story.planner.cancel_want("r2", 0, story.now)
+    assert story.planner.done(first.grant_id, 0, story.now) == []
+
+
+def test_a_lost_router_leaves_nothing_behind():
+    story = Story(*two_pools(slots=1))
+    story.planner.router_joined("b", "b-1", story.now)
+    story.want("r1")
+    story.want("r2")
+    story.want("r3", router_id="b")
+    story.planner.router_left("a", "a-1", story.now)
+    assert story.planner.view(story.now).num_waiting == 1
+    decisions = story.advance(3, reporting=tuple(story.workers))
+    assert [grant.request_id for grant in grants(decisions)] == ["r3"]
+    assert story.planner.view(story.now).num_granted == 1
+
+
+def test_a_router_that_comes_back_in_time_keeps_its_grants():
+    story = Story()
+    (grant,) = grants(story.want())
+    story.planner.router_left("a", "a-1", story.now)
+    story.planner.router_joined("a", "a-1", story.now + 1.0)
+    assert grants(story.want()) == [grant]
+
+
+def test_legs_of_a_replaced_router_are_aborted():
+    story = Story()
+    (grant,) = grants(story.want())
+    story.report("decode-0", grant.grant_id)
+    story.planner.router_joined("a", "a-2", story.now)
+    decisions = []
+    for _ in range(6):
+        story.now += 0.5
+        story.report("prefill-0")
+        story.report("decode-0", grant.grant_id)
+        decisions += story.planner.tick(story.now)
+    assert AbortLegs(worker_id="decode-0", grant_id=grant.grant_id) in decisions
+    assert story.planner.view(story.now).num_granted == 0
+
+
+def test_a_worker_gets_nothing_before_its_first_report():
+    story = Story()
+    new = dataclasses.replace(story.workers["decode-0"], incarnation="second")
+    story.planner.register(new, story.now)
+    assert grants(story.want()) == []
+    assert len(grants(story.planner.report("decode-0", "second", make_report(new), story.now))) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pool": "decoder"}, "did you mean 'decode'"),
+        ({"role": Role.PREFILL}, "role: decode in the deploy file, prefill at w"),
+        ({"transport": "loopback"}, "transport: torch_dist in the deploy file, loopback"),
+        ({"num_slots": 3}, "max_num_seqs: 2 in"),
+        ({"num_blocks": 9}, "num_blocks: 64 in the deploy file, 9 at"),
+        ({"block_size": 8}, "block_size: 16 in the deploy file, 8"),
+        ({"max_model_len": 4096}, "max_model_len"),
+        ({"layout": make_layout(block_size=8).describe()}, "layout.block_size: 16"),
+        ({"layout": make_layout(dtype="bf16").describe()}, "layout.dtype: fp32 at .*, bf16 at w"),
+        ({"layout": make_layout(model_fingerprint="g").describe()}, "model_fingerprint: f at"),
+        ({"layout": ""}, "layout.block_size"),
+    ],
+)
+def test_a_worker_that_does_not_fit_is_refused(changes, message):
+    story = Story()
+    stranger = make_registration(story.config.pool("decode"), worker_id="w", incarnation="w1")
+    with pytest.raises(StartupError, match=message):
+        story.planner.register(dataclasses.replace(stranger, **changes), story.now)
+    assert len(story.planner.view(story.now).workers) == 2

@@ -1,0 +1,222 @@
+"""The planner against thousands of random events, with workers that keep their own books."""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from cluster.config import Role
+from cluster.control.decisions import SendGrant, SendReject, WorkerDied
+from cluster.control.facts import BlockCounts, Registration
+from cluster.control.planner import Planner
+from cluster.control.settings import ControlSettings
+from tests.cluster.control.factory import (
+    make_config,
+    make_pool,
+    make_registration,
+    make_report,
+    make_want,
+    two_pools,
+)
+
+SETTINGS = ControlSettings(reconcile_s=0.0, unseen_grant_s=1e9)
+
+
+@dataclass
+class SimWorker:
+    """Holds legs until told to end them; proves that it was never promised too much."""
+
+    registration: Registration
+    promised: dict = field(default_factory=dict)
+    held: set = field(default_factory=set)
+
+    def check(self):
+        slots = sum(charge[0] for charge in self.promised.values())
+        blocks = sum(charge[1] for charge in self.promised.values())
+        assert slots <= self.registration.num_slots, self.promised
+        assert blocks <= self.registration.num_blocks, self.promised
+
+    def report(self, rng):
+        """What it holds has taken some of its blocks, as prompts arrive and outputs grow."""
+        used = sum(rng.randint(0, self.promised[g][1]) for g in self.held)
+        free = self.registration.num_blocks - used
+        return make_report(
+            self.registration, *self.held, blocks=BlockCounts(free=free, held=used)
+        )
+
+
+class World:
+    def __init__(self, seed, pools):
+        self.rng = random.Random(seed)
+        self.now = 0.0
+        self.planner = Planner(
+            make_config(*pools, max_queue_requests=40), term=1, settings=SETTINGS, now=0.0
+        )
+        self.workers = {}
+        self.waiting = {}
+        self.live = {}
+        self.answers = {}
+        self.incarnations = 0
+        self.num_granted = self.num_deaths = 0
+        for router_id in ("a", "b"):
+            self.planner.router_joined(router_id, f"{router_id}-1", 0.0)
+        for pool in pools:
+            for index in range(2):
+                self.join(make_registration(pool, index))
+
+    def join(self, registration):
+        worker = SimWorker(registration)
+        self.take(self.planner.register(registration, self.now))
+        self.workers[registration.worker_id] = worker
+        self.say(worker)
+
+    def say(self, worker):
+        registration = worker.registration
+        self.take(
+            self.planner.report(
+                registration.worker_id, registration.incarnation, worker.report(self.rng), self.now
+            )
+        )
+
+    def take(self, decisions):
+        for decision in decisions:
+            if isinstance(decision, SendGrant):
+                self.granted(decision.grant)
+            elif isinstance(decision, SendReject):
+                self.answered(decision.reject, "reject")
+            elif isinstance(decision, WorkerDied):
+                self.num_deaths += 1
+
+    def answered(self, answer, kind):
+        key = (answer.request_id, answer.attempt)
+        assert key not in self.answers, f"{key} was answered twice"
+        assert key in self.waiting or kind == "reject"
+        self.answers[key] = kind
+        self.waiting.pop(key, None)
+
+    def granted(self, grant):
+        key = (grant.request_id, grant.attempt)
+        want = self.waiting[key]
+        older = [other for other in self.waiting.values() if other.request_id < want.request_id]
+        same = [other for other in older if (other.max_tokens == 1) == (want.max_tokens == 1)]
+        assert not same, f"{key} has overtaken {same}"
+        self.answered(grant, "grant")
+        self.num_granted += 1
+        prompt, output = want.num_prompt_tokens, min(want.max_tokens, SETTINGS.growth_tokens)
+        legs = {}
+        if grant.prefill is not None:
+            legs[grant.prefill.worker_id] = (0, -(-prompt // 16))
+        if grant.decode is not None:
+            legs[grant.decode.worker_id] = (1, -(-(prompt + output) // 16))
+        for worker_id, charge in legs.items():
+            assert self.workers[worker_id].registration.incarnation in {
+                placed.incarnation for placed in (grant.prefill, grant.decode) if placed
+            }
+            self.workers[worker_id].promised[grant.grant_id] = charge
+            self.workers[worker_id].check()
+        self.live[grant.grant_id] = list(legs)
+
+    # ---- events
+
+    def want(self):
+        request_id = f"r{len(self.answers) + len(self.waiting):06d}"
+        want = make_want(
+            request_id,
+            num_prompt_tokens=self.rng.choice([1, 16, 17, 100, 300]),
+            max_tokens=self.rng.choice([1, 2, 40, 200]),
+            remaining_s=self.rng.choice([0.5, 1e4]),
+        )
+        self.waiting[request_id, 0] = want
+        self.take(self.planner.want(self.rng.choice("ab"), want, self.now))
+
+    def cancel(self):
+        if self.waiting:
+            key = self.rng.choice(sorted(self.waiting))
+            del self.waiting[key]
+            self.answers[key] = "cancelled"
+            self.take(self.planner.cancel_want(*key, self.now))
+
+    def start_leg(self):
+        worker = self.rng.choice(list(self.workers.values()))
+        unheld = sorted(worker.promised.keys() - worker.held)
+        if unheld:
+            worker.held.add(self.rng.choice(unheld))
+            self.say(worker)
+
+    def end_leg(self):
+        worker = self.rng.choice(list(self.workers.values()))
+        if worker.held:
+            grant_id = self.rng.choice(sorted(worker.held))
+            worker.held.discard(grant_id)
+            del worker.promised[grant_id]
+            self.say(worker)
+
+    def done(self):
+        """A router is through when both legs have ended, or before they began."""
+        over = [g for g, ids in self.live.items() if not any(self.holds(w, g) for w in ids)]
+        if over:
+            grant_id = self.rng.choice(over)
+            for worker_id in self.live.pop(grant_id):
+                if worker_id in self.workers:
+                    self.workers[worker_id].promised.pop(grant_id, None)
+            self.take(self.planner.done(grant_id, self.rng.randint(0, 40), self.now))
+
+    def holds(self, worker_id, grant_id):
+        return worker_id in self.workers and grant_id in self.workers[worker_id].held
+
+    def restart_worker(self):
+        worker_id = self.rng.choice(list(self.workers))
+        old = self.workers[worker_id].registration
+        self.incarnations += 1
+        values = {"worker_id": worker_id, "incarnation": f"{worker_id}-{self.incarnations}"}
+        pool = next(p for p in self.planner._config.pools if p.name == old.pool)
+        self.workers[worker_id] = SimWorker(make_registration(pool, **values))
+        self.join(self.workers[worker_id].registration)
+
+    def step(self):
+        self.now += 0.01
+        events = [self.want, self.start_leg, self.end_leg, self.done]
+        weights = [4, 8, 5, 5]
+        if self.rng.random() < 0.02:
+            self.rng.choice([self.cancel, self.restart_worker])()
+        self.rng.choices(events, weights)[0]()
+        if self.rng.random() < 0.2:
+            for worker in self.workers.values():
+                self.say(worker)
+            self.take(self.planner.tick(self.now))
+        self.planner.check()
+
+    def drain(self):
+        for _ in range(20_000):
+            if not (self.waiting or self.live):
+                return
+            self.now += 0.01
+            for event in (self.start_leg, self.end_leg, self.done):
+                event()
+            for worker in self.workers.values():
+                self.say(worker)
+            self.take(self.planner.tick(self.now))
+        raise AssertionError(f"never drained: {self.waiting} {self.live}")
+
+
+POOLS = {
+    "pairs": two_pools(kv_tokens=512, slots=3),
+    "mixed": (make_pool("both", Role.MIXED, 512, 3),),
+    "all": (*two_pools(kv_tokens=512, slots=3), make_pool("both", Role.MIXED, 512, 2)),
+}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("pools", POOLS)
+def test_nothing_is_over_committed_lost_or_left(seed, pools):
+    world = World(seed, POOLS[pools])
+    for _ in range(2500):
+        world.step()
+    world.drain()
+    view = world.planner.view(world.now)
+    assert (view.num_waiting, view.waiting_tokens, view.num_granted) == (0, 0, 0)
+    assert all(worker.num_granted == 0 for worker in view.workers)
+    assert all(not entry.charges for entry in world.planner._ledger.workers.values())
+    assert all(link.in_flight_bytes == 0 for link in world.planner._ledger.links._links.values())
+    assert world.num_granted > 200
+    assert world.num_deaths > 0

@@ -1,0 +1,177 @@
+"""The runner's tokens against transformers' own, over every way of cutting the work."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from cluster.config import Dtype
+from cluster.engine.batch import build_batch
+from cluster.engine.plan import Plan
+from cluster.kv.cache import PagedCache
+from cluster.model.loader import load_model
+from cluster.request import SamplingParams
+from tests.factories_model import write_tiny_llama
+from tests.factories_runner import Driver, assert_matches, make_prompts
+
+BORDERS = [1, 2, 15, 16, 17, 31, 32, 33, 64, 129, 300]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def reference(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def loaded(folder):
+    return load_model(folder, dtype=Dtype.FP32, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def loaded_bf16(folder):
+    return load_model(folder, dtype=Dtype.BF16, device="cpu")
+
+
+def test_prompts_around_block_borders_alone(loaded, reference):
+    for prompt in make_prompts(BORDERS):
+        driver = Driver(loaded)
+        driver.add(prompt)
+        [output] = driver.run(20)
+        assert_matches(reference, prompt, output)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 40, 150])
+def test_all_prompts_in_one_ragged_batch_in_chunks(loaded, reference, chunk):
+    driver = Driver(loaded)
+    prompts = make_prompts([length for length in BORDERS if length < 200 or chunk > 1])
+    for prompt in prompts:
+        driver.add(prompt)
+    for prompt, output in zip(prompts, driver.run(6, chunk=chunk), strict=True):
+        assert_matches(reference, prompt, output)
+
+
+def test_prompts_join_running_decodes(loaded, reference):
+    driver = Driver(loaded)
+    prompts = make_prompts([40, 5, 100, 1, 33], seed=1)
+    for prompt in prompts:
+        driver.add(prompt)
+        driver.step(chunk=24)
+        driver.step(chunk=24)
+    for prompt, output in zip(prompts, driver.run(24, chunk=24), strict=True):
+        assert_matches(reference, prompt, output)
+
+
+def test_a_sequence_recomputed_in_other_blocks_goes_on_as_before(loaded, reference):
+    driver = Driver(loaded)
+    prompt = make_prompts([45])[0]
+    line = driver.add(prompt)
+    for _ in range(5):
+        driver.step()
+    line.num_computed, line.block_ids = 0, []
+    [output] = driver.run(20, chunk=16)
+    assert_matches(reference, prompt, output)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_sequence_moved_to_another_cache_goes_on_as_undisturbed(loaded, loaded_bf16, dtype):
+    model = loaded if dtype == "fp32" else loaded_bf16
+    prompt = make_prompts([77])[0]
+    undisturbed, sender, receiver = Driver(model), Driver(model), Driver(model, num_blocks=32)
+    undisturbed.add(prompt)
+    [expected] = undisturbed.run(30)
+    # STEP 1: the sender computes the prompt and the first token.
+    source = sender.add(prompt)
+    sender.step()
+    num_bytes = len(source.block_ids) * sender.cache.layout.block_bytes
+    staging = torch.empty(num_bytes, dtype=torch.uint8)
+    sender.cache.export_blocks(source.block_ids, staging)
+    # STEP 2: the receiver takes the bytes into blocks of other numbers.
+    line = receiver.add(prompt)
+    receiver.grow(line, len(prompt))
+    receiver.cache.import_blocks(line.block_ids, staging)
+    line.num_computed, line.output_ids = len(prompt), list(source.output_ids)
+    [output] = receiver.run(30)
+    assert output == expected
+    returned = torch.empty_like(staging)
+    undisturbed.cache.export_blocks(
+        undisturbed.lines[0].block_ids[: len(source.block_ids)], returned
+    )
+    whole = len(prompt) // 16 * sender.cache.layout.block_bytes
+    assert torch.equal(staging[:whole], returned[:whole])
+
+
+def test_bf16_stays_close_to_fp32(loaded, loaded_bf16):
+    prompt = make_prompts([64])[0]
+    rows = []
+    for model in (loaded, loaded_bf16):
+        driver = Driver(model)
+        batch = build_batch(driver.plan([driver.add(prompt)]), driver.cache)
+        logits = model.forward(batch.input_ids_n, batch.positions_n, batch.rows_s, batch.attention)
+        rows.append(logits[0].float())
+    assert torch.corrcoef(torch.stack(rows))[0, 1] > 0.99
+
+
+def test_seeded_draws_do_not_depend_on_neighbours(loaded):
+    params = SamplingParams(max_tokens=20, temperature=0.9, top_p=0.9, top_k=40, seed=11)
+    prompts = make_prompts([20, 35, 3])
+    alone = Driver(loaded)
+    alone.add(prompts[0], params)
+    together = Driver(loaded)
+    for prompt, seed in zip(prompts, (11, 12, 13), strict=True):
+        together.add(prompt, replace(params, seed=seed))
+    assert alone.run(20)[0] == together.run(20, chunk=8)[0]
+
+
+def test_nans_left_in_a_block_do_not_reach_its_next_holder(loaded, reference):
+    driver = Driver(loaded)
+    num_bytes = driver.cache.num_blocks * driver.cache.layout.block_bytes
+    poison = torch.full((num_bytes // 4,), float("nan")).view(torch.uint8)
+    driver.cache.import_blocks(range(driver.cache.num_blocks), poison)
+    prompts = make_prompts([5, 16, 70])
+    for prompt in prompts:
+        driver.add(prompt)
+    for prompt, output in zip(prompts, driver.run(20, chunk=13), strict=True):
+        assert_matches(reference, prompt, output)
+
+
+def test_a_step_without_a_last_token_draws_nothing(loaded):
+    driver = Driver(loaded)
+    line = driver.add(make_prompts([40])[0])
+    driver.step(chunk=10)
+    assert (line.num_computed, line.output_ids) == (10, [])
+
+
+def test_decodes_of_very_different_lengths_are_not_padded_to_the_longest(loaded):
+    driver = Driver(loaded, num_blocks=300)
+    for prompt in make_prompts([900, 880, 20, 10, 5]):
+        driver.add(prompt)
+    driver.step()
+    groups = build_batch(driver.plan(driver.lines), driver.cache).attention.decodes
+    assert [len(group.lengths_b) for group in groups] == [2, 3]
+
+
+def test_warm_up_fits_into_a_small_cache(loaded):
+    Driver(loaded, num_blocks=2).runner.warm_up(num_tokens=512, num_seqs=4)
+
+
+def test_a_cache_of_another_layout_is_refused(loaded, loaded_bf16):
+    cache = PagedCache(loaded_bf16.layout(16), 4, loaded.device)
+    with pytest.raises(AssertionError, match="dtype"):
+        type(Driver(loaded).runner)(loaded, cache)
+
+
+def test_the_batch_puts_longer_decodes_first_and_names_their_rows(loaded):
+    driver = Driver(loaded)
+    short, long, fresh = (driver.add(prompt) for prompt in make_prompts([5, 50, 20]))
+    driver.step([short, long])
+    plan = driver.plan(driver.lines)
+    batch = build_batch(Plan(plan.shares), driver.cache)
+    assert [share.key for share in batch.sampled] == [long.key, short.key, fresh.key]
+    assert batch.positions_n.tolist() == [50, 5, *range(20)]
+    assert batch.rows_s.tolist() == [0, 1, 21]

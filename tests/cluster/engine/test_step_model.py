@@ -1,0 +1,59 @@
+"""A worker's speed is learnt from its steps."""
+
+import random
+
+import pytest
+
+from cluster.engine.step_model import StepModel
+
+
+def test_it_knows_nothing_at_first():
+    assert StepModel().predict(4, 100) == 0.0
+
+
+def test_it_finds_base_and_slope_in_noise():
+    rng, model = random.Random(1), StepModel()
+    for _ in range(300):
+        n = rng.randint(1, 8)
+        model.observe(n, 0, (0.010 + 0.002 * n) * rng.uniform(0.97, 1.03))
+    assert model.base_s == pytest.approx(0.010, rel=0.15)
+    assert model.per_seq_s == pytest.approx(0.002, rel=0.15)
+
+
+def test_steps_of_one_size_follow_the_level():
+    model = StepModel()
+    for _ in range(200):
+        model.observe(4, 0, 0.02)
+    assert model.predict(4, 0) == pytest.approx(0.02)
+    for _ in range(400):
+        model.observe(4, 0, 0.04)
+    assert model.predict(4, 0) == pytest.approx(0.04, rel=0.05)
+
+
+def test_prompt_tokens_cost_what_the_decodes_beside_them_do_not():
+    model = StepModel()
+    for n in (1, 2, 3, 4) * 20:
+        model.observe(n, 0, 0.010 + 0.002 * n)
+    for _ in range(50):
+        model.observe(4, 500, 0.018 + 500 * 0.001)
+    assert model.prefill_per_token_s == pytest.approx(0.001, rel=0.02)
+    assert model.predict(4, 100) == pytest.approx(0.118, rel=0.02)
+
+
+def test_a_worker_that_only_prefills_has_a_rate():
+    model = StepModel()
+    model.observe(0, 512, 0.512)
+    model.observe(0, 100, 0.100)
+    assert model.prefill_per_token_s == pytest.approx(0.001)
+    assert (model.base_s, model.per_seq_s) == (0.0, 0.0)
+
+
+def test_nothing_is_ever_negative():
+    model = StepModel()
+    for n, seconds in [(1, 0.05), (8, 0.01), (2, 0.04), (4, 0.0), (8, 1.0), (1, 0.0)] * 5:
+        model.observe(n, 0, seconds)
+        assert model.base_s >= 0
+        assert model.per_seq_s >= 0
+        model.observe(n, 7, 0.0)
+        assert model.prefill_per_token_s >= 0
+    model.observe(0, 0, 1.0)

@@ -1,0 +1,178 @@
+"""The manifest: what it says survives the wire, and nothing wrong gets in."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import fields, replace
+
+import msgpack
+import pytest
+
+from cluster.errors import HandoffFailed
+from cluster.kv.layout import KVLayout
+from cluster.request import LegKey
+from cluster.transport.manifest import MAX_PACKED_BYTES, Manifest
+
+LAYOUT = KVLayout(
+    num_layers=30,
+    num_kv_heads=3,
+    head_dim=64,
+    block_size=16,
+    dtype="bf16",
+    model_fingerprint="abc",
+)
+
+
+def make_manifest(num_tokens: int = 512, output_ids: tuple[int, ...] = (7,)) -> Manifest:
+    key = LegKey("r", 1, 2)
+    return Manifest.of("h", key, LAYOUT, num_tokens=num_tokens, output_ids=output_ids)
+
+
+def as_map(manifest: Manifest) -> dict[str, object]:
+    return {f.name: getattr(manifest, f.name) for f in fields(manifest)}
+
+
+def test_survives_the_wire():
+    manifest = make_manifest(output_ids=tuple(range(1000)))
+    assert Manifest.unpack(manifest.pack()) == manifest
+
+
+def test_describes_a_512_token_prompt_in_32_blocks():
+    manifest = make_manifest()
+    assert (manifest.num_blocks, manifest.num_bytes) == (32, 512 * 23_040)
+    manifest.check_layout(LAYOUT)
+
+
+@pytest.mark.parametrize(
+    ("max_blocks", "expected"),
+    [
+        (100, [(0, 32)]),
+        (32, [(0, 32)]),
+        (31, [(0, 31), (31, 1)]),
+        (11, [(0, 11), (11, 11), (22, 10)]),
+    ],
+)
+def test_is_cut_into_pieces_as_big_as_they_can_be(max_blocks, expected):
+    manifest = make_manifest().cut(max_blocks * LAYOUT.block_bytes + 1)
+    assert list(manifest.pieces()) == expected
+    assert Manifest.unpack(manifest.pack()) == manifest
+
+
+def test_a_block_is_never_cut():
+    with pytest.raises(HandoffFailed, match="does not fit"):
+        make_manifest().cut(LAYOUT.block_bytes - 1)
+
+
+@pytest.mark.parametrize(
+    "other", [{"block_size": 32}, {"dtype": "fp32"}, {"model_fingerprint": "x"}], ids=str
+)
+def test_another_layout_is_named_with_both_values(other):
+    (name, value), *_ = other.items()
+    with pytest.raises(HandoffFailed, match=f"{name}={value} here, {name}={getattr(LAYOUT, name)}"):
+        make_manifest().check_layout(replace(LAYOUT, **other))
+
+
+def test_blocks_and_bytes_must_fit_the_layout():
+    manifest = make_manifest()
+    with pytest.raises(HandoffFailed, match="num_blocks"):
+        replace(manifest, num_tokens=513).check_layout(LAYOUT)
+    with pytest.raises(HandoffFailed, match="num_bytes"):
+        replace(manifest, num_bytes=32).check_layout(LAYOUT)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("version", 2),
+        ("version", -1),
+        ("version", "1"),
+        ("handoff_id", ""),
+        ("handoff_id", "x" * 257),
+        ("handoff_id", b"h"),
+        ("request_id", None),
+        ("attempt", -1),
+        ("attempt", True),
+        ("choice", 1.0),
+        ("layout", ["a"]),
+        ("layout", "x" * 2049),
+        ("num_tokens", 0),
+        ("num_tokens", 1 << 30),
+        ("num_blocks", -32),
+        ("num_blocks", 31),
+        ("num_bytes", 0),
+        ("num_bytes", -1),
+        ("num_bytes", (1 << 64) - 1),
+        ("num_bytes", 512 * 23_040 + 1),
+        ("piece_blocks", 0),
+        ("piece_blocks", 33),
+        ("output_ids", []),
+        ("output_ids", "7"),
+        ("output_ids", [-1]),
+        ("output_ids", [1 << 31]),
+        ("output_ids", [7.0]),
+        ("output_ids", [True]),
+    ],
+)
+def test_every_field_is_checked_and_named(name, value):
+    packed = msgpack.packb(as_map(make_manifest()) | {name: value})
+    with pytest.raises(HandoffFailed) as caught:
+        Manifest.unpack(packed)
+    assert name in caught.value.message or caught.value.field in {"encoding", "num_bytes"}
+
+
+def test_missing_and_unknown_fields_are_refused():
+    whole = as_map(make_manifest())
+    for name in whole:
+        with pytest.raises(HandoffFailed, match=name):
+            Manifest.unpack(msgpack.packb({k: v for k, v in whole.items() if k != name}))
+    with pytest.raises(HandoffFailed, match=r"manifest\.shell"):
+        Manifest.unpack(msgpack.packb(whole | {"shell": "rm"}))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc0",
+        b"\x80",
+        b"\xdf\xff\xff\xff\xff",
+        b"\x91" * 100_000,
+        b"\xdd\xff\xff\xff\xff",
+        msgpack.packb([1, 2]),
+        msgpack.packb({1: 2}),
+        msgpack.packb({"version": msgpack.ExtType(1, b"x")}),
+        msgpack.packb({"version": msgpack.Timestamp(1)}),
+        b"\xa1\xff",
+        b"x" * (MAX_PACKED_BYTES + 1),
+    ],
+    ids=range(12),
+)
+def test_garbage_is_refused(data):
+    with pytest.raises(HandoffFailed):
+        Manifest.unpack(data)
+
+
+def test_mutations_raise_nothing_but_handoff_failed():
+    rng = random.Random(4)
+    whole = make_manifest().pack()
+    num_refused = 0
+    for _ in range(20_000):
+        data = bytearray(whole)
+        for _ in range(rng.randint(1, 4)):
+            start = rng.randrange(len(data))
+            match rng.randrange(3):
+                case 0:
+                    data[start] = rng.randrange(256)
+                case 1:
+                    del data[start : start + rng.randint(1, 8)]
+                case 2:
+                    data[start:start] = rng.randbytes(rng.randint(1, 8))
+            if not data:
+                break
+        try:
+            manifest = Manifest.unpack(bytes(data))
+        except HandoffFailed:
+            num_refused += 1
+        else:
+            assert sum(num for _, num in manifest.pieces()) == manifest.num_blocks
+    assert num_refused > 10_000

@@ -1,0 +1,280 @@
+"""One suite that every transport passes: what a link may rely on."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from cluster.errors import HandoffFailed
+from cluster.transport.base import (
+    RECEIVER,
+    SENDER,
+    Channel,
+    ChannelClosed,
+    PeerLost,
+    Rendezvous,
+    TransferTimeout,
+    Transport,
+    TransportError,
+)
+from cluster.transport.loopback import LoopbackTransport
+from cluster.transport.torch_dist import TorchDistTransport
+
+LONG_S = 20.0
+
+
+class Board(Rendezvous):
+    """Both ends' entries on one board, as a signalling stream would carry them."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, bytes] = {}
+        self.changed = threading.Condition()
+
+    def set(self, key: str, value: bytes) -> None:
+        with self.changed:
+            self.entries[key] = value
+            self.changed.notify_all()
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        with self.changed:
+            if not self.changed.wait_for(lambda: key in self.entries, timeout_s):
+                raise TransferTimeout(f"nobody set {key}")
+            return self.entries[key]
+
+
+def loopback() -> tuple[Transport, Transport]:
+    both = LoopbackTransport()
+    return both, both
+
+
+def gloo() -> tuple[Transport, Transport]:
+    return TorchDistTransport(), TorchDistTransport()
+
+
+@dataclass
+class Pair:
+    """The two transports under test, and a thread for each end of each link."""
+
+    transports: tuple[Transport, Transport]
+    threads: ThreadPoolExecutor
+    epochs: Iterator[int]
+    opened: list[Channel]
+
+    def start(self, job: Callable[..., object], *args: object) -> Future:
+        return self.threads.submit(job, *args)
+
+    def open(self, link_id: str | None = None) -> tuple[Channel, Channel]:
+        link_id = link_id or f"p/{next(self.epochs)}"
+        board = Board()
+        ends = [
+            self.start(self.open_one, link_id, rank, board, LONG_S) for rank in (SENDER, RECEIVER)
+        ]
+        sender, receiver = (end.result(LONG_S) for end in ends)
+        return sender, receiver
+
+    def open_one(self, link_id: str, rank: int, board: Rendezvous, timeout_s: float) -> Channel:
+        channel = self.transports[rank].open(
+            link_id=link_id, rank=rank, rendezvous=board, timeout_s=timeout_s
+        )
+        self.opened.append(channel)
+        return channel
+
+
+@pytest.fixture(params=[loopback, gloo], ids=lambda make: make.__name__)
+def pair(request) -> Iterator[Pair]:
+    pair = Pair(request.param(), ThreadPoolExecutor(8), itertools.count(1), [])
+    yield pair
+    for channel in pair.opened:
+        channel.close()
+    pair.threads.shutdown()
+
+
+def make_bytes(num_bytes: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator)
+
+
+@pytest.mark.parametrize(
+    "num_bytes", [1, 2, 15, 4096, 65_537, 1 << 20, 11_796_480, 32 << 20], ids=str
+)
+def test_every_byte_arrives(pair: Pair, num_bytes: int):
+    sender, receiver = pair.open()
+    sent_B, into_B = make_bytes(num_bytes), torch.zeros(num_bytes, dtype=torch.uint8)
+    receiving = pair.start(receiver.recv, into_B, LONG_S)
+    sender.send(sent_B, LONG_S)
+    receiving.result(LONG_S)
+    assert torch.equal(sent_B, into_B)
+
+
+def test_bf16_bits_arrive_as_they_are(pair: Pair):
+    sender, receiver = pair.open()
+    kv_ND = torch.randn(64, 32).to(torch.bfloat16)
+    kv_ND[0, 0], kv_ND[0, 1] = float("nan"), float("-inf")
+    into_ND = torch.zeros_like(kv_ND)
+    receiving = pair.start(receiver.recv, into_ND.view(torch.uint8).view(-1), LONG_S)
+    sender.send(kv_ND.view(torch.uint8).view(-1), LONG_S)
+    receiving.result(LONG_S)
+    assert torch.equal(kv_ND.view(torch.int16), into_ND.view(torch.int16))
+
+
+def test_messages_come_in_the_order_of_sending(pair: Pair):
+    sender, receiver = pair.open()
+    sizes = [1, 70_000, 3, 1 << 20, 17, 4096] * 4
+    into = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+
+    def receive_all() -> None:
+        for into_B in into:
+            receiver.recv(into_B, LONG_S)
+
+    receiving = pair.start(receive_all)
+    for index, size in enumerate(sizes):
+        sender.send(make_bytes(size, seed=index), LONG_S)
+    receiving.result(LONG_S)
+    for index, into_B in enumerate(into):
+        assert torch.equal(into_B, make_bytes(into_B.numel(), seed=index)), index
+
+
+def test_a_buffer_may_be_reused_when_send_returns(pair: Pair):
+    sender, receiver = pair.open()
+    num_bytes = 2 << 20
+    into = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(8)]
+
+    def receive_all() -> None:
+        for into_B in into:
+            receiver.recv(into_B, LONG_S)
+
+    receiving = pair.start(receive_all)
+    buffer_B = torch.empty(num_bytes, dtype=torch.uint8)
+    for index in range(len(into)):
+        buffer_B.fill_(index + 1)
+        sender.send(buffer_B, LONG_S)
+        buffer_B.fill_(255)
+    receiving.result(LONG_S)
+    for index, into_B in enumerate(into):
+        assert bool((into_B == index + 1).all()), index
+
+
+def test_links_of_one_pair_do_not_mix(pair: Pair):
+    old, new = pair.open("p/1"), pair.open("p/2")
+    into_old, into_new = (torch.zeros(1000, dtype=torch.uint8) for _ in range(2))
+    receiving = [
+        pair.start(new[1].recv, into_new, LONG_S),
+        pair.start(old[1].recv, into_old, LONG_S),
+    ]
+    sending = [
+        pair.start(old[0].send, torch.full((1000,), 1, dtype=torch.uint8), LONG_S),
+        pair.start(new[0].send, torch.full((1000,), 2, dtype=torch.uint8), LONG_S),
+    ]
+    for job in receiving + sending:
+        job.result(LONG_S)
+    assert bool((into_old == 1).all())
+    assert bool((into_new == 2).all())
+
+
+def test_a_dead_link_leaves_others_alone(pair: Pair):
+    broken, whole = pair.open(), pair.open()
+    broken[1].close()
+    with pytest.raises(TransportError):
+        broken[0].send(make_bytes(8 << 20), LONG_S)
+    into_B = torch.zeros(4096, dtype=torch.uint8)
+    receiving = pair.start(whole[1].recv, into_B, LONG_S)
+    whole[0].send(make_bytes(4096), LONG_S)
+    receiving.result(LONG_S)
+    assert torch.equal(into_B, make_bytes(4096))
+
+
+def test_a_receiver_that_leaves_fails_the_sender_at_once(pair: Pair):
+    sender, receiver = pair.open()
+    sending = pair.start(sender.send, make_bytes(32 << 20), LONG_S)
+    receiver.close()
+    before = time.monotonic()
+    assert isinstance(sending.exception(LONG_S), PeerLost)
+    assert time.monotonic() - before < 5
+
+
+def test_a_sender_that_leaves_fails_the_waiting_receiver_at_once(pair: Pair):
+    sender, receiver = pair.open()
+    receiving = pair.start(receiver.recv, torch.zeros(1 << 20, dtype=torch.uint8), LONG_S)
+    sender.close()
+    before = time.monotonic()
+    assert isinstance(receiving.exception(LONG_S), PeerLost)
+    assert time.monotonic() - before < 5
+
+
+@pytest.mark.parametrize("rank", [SENDER, RECEIVER])
+def test_a_timeout_kills_the_channel_for_ever(pair: Pair, rank: int):
+    channel = pair.open()[rank]
+    data_B = torch.zeros(8 << 20, dtype=torch.uint8)
+    operate = channel.send if rank == SENDER else channel.recv
+    with pytest.raises(TransferTimeout):
+        operate(data_B, 0.2)
+    assert channel.is_dead
+    for _ in range(2):
+        before = time.monotonic()
+        with pytest.raises(ChannelClosed):
+            operate(data_B, LONG_S)
+        assert time.monotonic() - before < 1
+
+
+def test_a_timeout_is_noticed_by_the_peer(pair: Pair):
+    sender, receiver = pair.open()
+    with pytest.raises(TransferTimeout):
+        receiver.recv(torch.zeros(8, dtype=torch.uint8), 0.1)
+    with pytest.raises(TransportError):
+        sender.send(make_bytes(8 << 20), LONG_S)
+
+
+def test_close_is_idempotent_and_final(pair: Pair):
+    sender, receiver = pair.open()
+    for channel in (sender, receiver, sender, receiver):
+        channel.close()
+    with pytest.raises(ChannelClosed):
+        sender.send(make_bytes(10), LONG_S)
+    with pytest.raises(ChannelClosed):
+        receiver.recv(torch.zeros(10, dtype=torch.uint8), LONG_S)
+
+
+def test_close_from_another_thread_returns_at_once(pair: Pair):
+    _, receiver = pair.open()
+    receiving = pair.start(receiver.recv, torch.zeros(1 << 20, dtype=torch.uint8), 1.0)
+    before = time.monotonic()
+    pair.start(receiver.close).result(LONG_S)
+    assert time.monotonic() - before < 0.5
+    assert isinstance(receiving.exception(LONG_S), TransportError)
+    assert receiver.is_dead
+
+
+@pytest.mark.parametrize("rank", [SENDER, RECEIVER])
+def test_an_absent_peer_is_an_error_after_the_timeout(pair: Pair, rank: int):
+    before = time.monotonic()
+    with pytest.raises(HandoffFailed):
+        pair.open_one("p/lonely", rank, Board(), 0.3)
+    assert 0.2 < time.monotonic() - before < 5
+
+
+@pytest.mark.parametrize("rank", [SENDER, RECEIVER])
+def test_a_link_has_one_direction(pair: Pair, rank: int):
+    channel = pair.open()[rank]
+    against = channel.recv if rank == SENDER else channel.send
+    with pytest.raises(TransportError, match="cannot"):
+        against(torch.zeros(8, dtype=torch.uint8), LONG_S)
+
+
+def test_many_links_open_and_close_without_leaving_anything(pair: Pair):
+    before = threading.active_count()
+    for _ in range(20):
+        sender, receiver = pair.open()
+        into_B = torch.zeros(100, dtype=torch.uint8)
+        receiving = pair.start(receiver.recv, into_B, LONG_S)
+        sender.send(make_bytes(100), LONG_S)
+        receiving.result(LONG_S)
+        sender.close()
+        receiver.close()
+    assert threading.active_count() <= before + 8  # the pool's own threads

@@ -1,0 +1,191 @@
+"""Pre-flight checks: each names what is wrong and what to do, before anything starts."""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+
+import psutil
+import pytest
+
+from cluster import config as deploy_config
+from cluster.errors import StartupError
+from deploy import machine
+from deploy.run_state import RunState
+
+MIB = 1 << 20
+
+
+def free_port():
+    with contextlib.closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def make_config(**changes):
+    pools = changes.pop(
+        "pools", [{"name": "prefill", "role": "prefill"}, {"name": "d", "role": "decode"}]
+    )
+    doors = {f"{door}_port": free_port() for door in ("http", "grpc", "control")}
+    endpoints = doors | changes.pop("endpoints", {})
+    return deploy_config.from_tree({"pools": pools, "endpoints": endpoints} | changes)
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunState(8002, root=tmp_path)
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A model of 1 Mi bf16 parameters, whose token takes 2 x 30 x 3 x 64 KV elements."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = {
+        "dtype": "bfloat16", "num_hidden_layers": 30, "num_attention_heads": 9,
+        "num_key_value_heads": 3, "hidden_size": 576,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes(bytes(2 * MIB))
+    return folder
+
+
+def test_a_fit_machine_passes(run, model):
+    machine.check_machine(make_config(), run=run, model_folder=model)
+
+
+def test_a_taken_port_is_named_with_its_holder_and_key(run):
+    with contextlib.closing(socket.socket()) as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        config = make_config(endpoints={"grpc_port": port})
+        me = psutil.Process().name()
+        expected = (
+            rf"port {port} \(endpoints.grpc_port\) is taken by {me} \(pid {os.getpid()}\).*--set"
+        )
+        with pytest.raises(StartupError, match=expected):
+            machine.check_machine(config, run=run)
+
+
+def test_a_port_taken_on_all_interfaces_with_reuseport_is_found():
+    with contextlib.closing(socket.socket()) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind(("0.0.0.0", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        assert "is taken" in str(machine.port_problem("127.0.0.1", port, "k"))
+
+
+def test_lingering_connections_do_not_take_a_port():
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as server:
+        port = server.getsockname()[1]
+        client = socket.create_connection(("127.0.0.1", port))
+        accepted, _ = server.accept()
+        accepted.close()  # this side closes first: its half of the connection lingers
+        assert client.recv(1) == b""
+        client.close()
+    assert machine.port_problem("127.0.0.1", port, "k") is None
+
+
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [
+        ("no.such.host.invalid", "is not an address"),
+        ("192.0.2.1", "not an address of this machine"),
+    ],
+)
+def test_a_host_that_is_not_here_is_refused(host, reason):
+    assert reason in str(machine.port_problem(host, 8000, "k"))
+
+
+def test_cores_that_do_not_exist_are_named(run):
+    pools = [{"name": "m", "role": "mixed", "cores": [min(os.sched_getaffinity(0)), 4095]}]
+    with pytest.raises(StartupError, match=r"pools\.m\.cores: .* no core 4095: choose from"):
+        machine.check_machine(make_config(pools=pools), run=run)
+
+
+def test_several_problems_are_told_together(run):
+    pools = [{"name": "m", "role": "mixed", "cores": [4095]}]
+    config = make_config(pools=pools, endpoints={"host": "192.0.2.1"})
+    with pytest.raises(StartupError, match=r"(?s)- pools\.m\.cores.*- endpoints\.host"):
+        machine.check_machine(config, run=run)
+
+
+def test_leftovers_are_told_alone(run, monkeypatch):
+    for name in ("PDSERVE_RUN_ID", "SPT_NOENV"):
+        monkeypatch.setenv(name, "")
+    run.begin({})
+    with subprocess.Popen(["sleep", "600"]) as child:
+        with pytest.raises(StartupError, match="running already"):
+            machine.check_machine(make_config(endpoints={"host": "192.0.2.1"}), run=run)
+        child.kill()
+    run.clear(1)
+
+
+def test_the_estimate_counts_weights_kv_and_fixed_parts(model):
+    pools = [
+        {"name": "p", "role": "prefill", "dtype": "bf16", "kv_tokens": 1600},
+        {"name": "d", "role": "decode", "dtype": "fp32", "kv_tokens": 3200, "count": 2},
+    ]
+    token_elements = 2 * 30 * 3 * 64
+    tensors = 2 * (MIB + 1600 * token_elements) + 2 * 4 * (MIB + 3200 * token_elements)
+    config = make_config(pools=pools, router={"replicas": 2})
+    fixed = (3 * 350 + 2 * 200 + 120 + 800) * MIB
+    assert machine.estimate_bytes(config, model) == tensors + fixed
+    inline = make_config(pools=pools, host="inline", transport="loopback")
+    assert machine.estimate_bytes(inline, model) == tensors + 550 * MIB
+
+
+def test_a_gpu_takes_weights_and_kv_off_the_host(model):
+    pools = [{"name": "m", "role": "mixed", "device": "cuda", "kv_tokens": 1 << 20}]
+    config = make_config(pools=pools)
+    assert machine.estimate_bytes(config, model) == (1500 + 200 + 120 + 800) * MIB
+
+
+def test_too_little_memory_is_refused_with_both_numbers(run, model, monkeypatch):
+    monkeypatch.setattr(machine, "available_bytes", lambda: 100 * MIB)
+    with pytest.raises(StartupError, match=r"about \d+ MiB of memory, 100 MiB.*kv_tokens"):
+        machine.check_machine(make_config(), run=run, model_folder=model)
+
+
+def test_a_models_older_words_are_understood(model):
+    (model / "config.json").write_text(
+        json.dumps({"n_layer": 2, "n_head": 4, "n_embd": 64, "torch_dtype": "float32"})
+    )
+    pools = [{"name": "m", "role": "mixed", "dtype": "fp32", "kv_tokens": 1600}]
+    tensors = 2 * MIB + 1600 * 4 * 256
+    assert machine.estimate_bytes(make_config(pools=pools), model) == tensors + 1470 * MIB
+
+
+def test_an_unreadable_model_configuration_is_an_error_of_ours(model):
+    (model / "config.json").write_text("{")
+    with pytest.raises(StartupError, match="cannot read the model's configuration"):
+        machine.estimate_bytes(make_config(), model)
+
+
+def test_a_containers_limit_counts(tmp_path):
+    (tmp_path / "memory.max").write_text(f"{512 * MIB}\n")
+    (tmp_path / "memory.current").write_text(f"{500 * MIB}\n")
+    (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {100 * MIB}\n")
+    assert machine.available_bytes(tmp_path) == 112 * MIB
+    (tmp_path / "memory.max").write_text("max\n")
+    assert machine.available_bytes(tmp_path) > 112 * MIB
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("flags\t\t: fpu avx512f avx512_bf16 sse", True),
+        ("flags\t\t: fpu amx_bf16", True),
+        ("Features\t: fp asimd bf16", True),
+        ("flags\t\t: fpu avx512f avx512_bf16x", False),
+        ("model name\t: bf16", False),
+    ],
+)
+def test_bf16_in_hardware_is_read_from_the_cpus_flags(tmp_path, line, expected):
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"processor\t: 0\n{line}\n")
+    assert machine.has_bf16(cpuinfo) is expected
+    assert machine.has_bf16(tmp_path / "none") is False

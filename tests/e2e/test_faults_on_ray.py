@@ -1,0 +1,114 @@
+"""Workers that die under load: what clients see, and what is back afterwards."""
+
+import threading
+import time
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from cluster import errors
+from cluster.config import Role
+from deploy.client import Client
+from tests.e2e.plain_cluster import make_config
+from tests.e2e.ray_cluster import ray_cluster
+from tests.e2e.test_on_ray import PROMPT_IDS, is_quiet, view_of, wait_until
+
+pytestmark = [pytest.mark.faults, pytest.mark.ray, pytest.mark.timeout(240)]
+NUM_STREAMS = 4
+
+
+@pytest.fixture(scope="module")
+def one_pair(tiny_llama, tmp_path_factory):
+    """One prefill and one decode worker on Ray: whichever dies, there is no other."""
+    pools = {"prefill": (Role.PREFILL, 1), "decode": (Role.DECODE, 1)}
+    with ray_cluster(make_config(tiny_llama, pools), tmp_path_factory.mktemp("pair")) as cluster:
+        yield cluster
+
+
+class Stream(threading.Thread):
+    """One long request; keeps how it ended and when."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(daemon=True)
+        self.address = address
+        self.first = threading.Event()
+        self.error: errors.PdserveError | None = None
+        self.is_whole = False
+        self.ended_at = 0.0
+
+    def run(self) -> None:
+        try:
+            with Client(self.address) as client:
+                for _ in client.generate(
+                    prompt_ids={"ids": PROMPT_IDS}, max_tokens=900, ignore_eos=True
+                ):
+                    self.first.set()
+            self.is_whole = True
+        except errors.PdserveError as error:
+            self.error = error
+        finally:
+            self.first.set()
+            self.ended_at = time.monotonic()
+
+
+def worker_of(cluster, pool: str):
+    return next(w.worker for w in view_of(cluster).workers if w.worker.pool == pool)
+
+
+def answers(cluster) -> bool:
+    try:
+        with openai.OpenAI(base_url=f"{cluster.http}/v1", api_key="-", max_retries=0) as client:
+            client.completions.create(model="tiny", prompt=PROMPT_IDS, max_tokens=4, timeout=10)
+    except (openai.APIStatusError, openai.APITimeoutError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("pool", ["decode", "prefill"])
+def test_a_killed_worker_costs_only_its_requests_and_comes_back(pool, one_pair):
+    """CASES P-19, P-20: failures are visible within 5 s, no block is leaked, service resumes."""
+    assert answers(one_pair)
+    victim = worker_of(one_pair, pool)
+    streams = [Stream(one_pair.grpc) for _ in range(NUM_STREAMS)]
+    for stream in streams:
+        stream.start()
+    for stream in streams:
+        assert stream.first.wait(30)
+    killed_at = time.monotonic()
+    psutil.Process(victim.pid).kill()
+    for stream in streams:
+        stream.join(60)
+        assert not stream.is_alive(), "a stream hangs"
+    wait_until(lambda: not psutil.pid_exists(victim.pid), 5, "the fault did not happen")
+    if pool == "decode":
+        for stream in streams:
+            assert isinstance(stream.error, errors.WorkerLost), stream.error
+            assert stream.ended_at - killed_at < 5
+    else:
+        assert all(stream.is_whole for stream in streams), "running streams need no prefill worker"
+    wait_until(lambda: answers(one_pair), 60, "the worker did not come back")
+    heir = worker_of(one_pair, pool)
+    assert (heir.worker_id, heir.pid != victim.pid) == (victim.worker_id, True)
+    assert heir.incarnation != victim.incarnation
+    wait_until(lambda: is_quiet(one_pair), 10, "blocks are leaked")
+
+
+def test_no_worker_is_said_at_once(one_pair):
+    """With the only decode worker gone: 503 and Retry-After, not a hang."""
+    victim = worker_of(one_pair, "decode")
+    psutil.Process(victim.pid).kill()
+    body = {"model": "tiny", "prompt": PROMPT_IDS, "max_tokens": 4}
+    answer = None
+    until = time.monotonic() + 20
+    while (answer is None or answer.status_code != 503) and time.monotonic() < until:
+        answer = httpx.post(f"{one_pair.http}/v1/completions", json=body, timeout=15)
+        assert answer.elapsed.total_seconds() < 10
+    assert answer is not None
+    assert answer.status_code == 503
+    assert int(answer.headers["retry-after"]) >= 1
+    assert answer.json()["error"]["code"] == "no_worker"
+    ready = httpx.get(f"{one_pair.http}/health/ready")
+    assert (ready.status_code, "decode" in ready.text) == (503, True)
+    wait_until(lambda: answers(one_pair), 60, "the worker did not come back")

@@ -1,0 +1,278 @@
+"""Helpers that tests of the engine and of the workers' halves share."""
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterable, Mapping
+
+from cluster.engine.plan import Outcome, Plan, Scheduled, SequenceEnd, StepEvents
+from cluster.engine.scheduler import StepScheduler
+from cluster.engine.sequence import Sequence
+from cluster.errors import Cancelled, PdserveError
+from cluster.kv.block_pool import BlockPool
+from cluster.request import LegKey, SamplingParams
+
+EOS_ID = 0
+"""The end token of the fake model; drawn only where a script says so."""
+BLOCK_SIZE = 4
+FAR = 1e9
+"""A deadline that never comes."""
+
+
+class FakeClock:
+    """A clock that stands still until it is told; whoever sleeps until an instant can listen."""
+
+    def __init__(self, now: float = 100.0) -> None:
+        self._now = now
+        self._lock = threading.Lock()
+        self._listeners: list[Callable[[], None]] = []
+
+    def now(self) -> float:
+        return self._now
+
+    def advance(self, seconds: float) -> None:
+        with self._lock:
+            self._now += seconds
+        for listener in list(self._listeners):
+            listener()
+
+    def on_advance(self, listener: Callable[[], None]) -> None:
+        """E.g. ``clock.on_advance(loop.wake)``: a loop's timed wait cannot see this clock move."""
+        self._listeners.append(listener)
+
+
+def make_key(request_id: str = "r", attempt: int = 0, choice: int = 0) -> LegKey:
+    return LegKey(request_id, attempt, choice)
+
+
+def make_params(max_tokens: int = 8, **fields) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, **fields)
+
+
+def make_prompt(num_tokens: int, request_id: str = "r") -> tuple[int, ...]:
+    """Tokens that tell one request from another, and one position from the next."""
+    return tuple(_number("prompt", request_id, i) for i in range(num_tokens))
+
+
+def make_sequence(
+    request_id: str = "r",
+    *,
+    num_prompt_tokens: int = 40,
+    max_tokens: int = 8,
+    arrived: float = 100.0,
+    deadline: float = FAR,
+    params: SamplingParams | None = None,
+    **fields,
+) -> Sequence:
+    """A sequence of a fresh request; ``fields`` are any others of ``Sequence``."""
+    fields.setdefault("key", make_key(request_id))
+    fields.setdefault("prompt_ids", make_prompt(num_prompt_tokens, request_id))
+    fields.setdefault("eos_ids", frozenset({EOS_ID}))
+    return Sequence(
+        params=params or make_params(max_tokens), arrived=arrived, deadline=deadline, **fields
+    )
+
+
+def expected_tokens(request_id: str, num_tokens: int, choice: int = 0) -> list[int]:
+    """What the fake model draws for a request that nobody disturbs."""
+    return [_number("draw", request_id, choice, i) for i in range(num_tokens)]
+
+
+def _number(*parts: object) -> int:
+    digest = hashlib.blake2s(repr(parts).encode(), digest_size=4).digest()
+    return 1 + int.from_bytes(digest, "little") % 30_000
+
+
+class FakeRunner:
+    """A model that draws by (request, choice, output index) and distrusts its scheduler.
+
+    It remembers which token of which request was written to which slot of which block, and
+    fails when a share's history isn't exactly there, when a position is computed again with
+    another token than before, or when a drawn token isn't the next one it is given. With
+    ``kv_of_others=True`` it takes blocks it has never written (imported by a real cache) on
+    trust.
+    """
+
+    def __init__(
+        self,
+        *,
+        block_size: int = BLOCK_SIZE,
+        clock: FakeClock | None = None,
+        step_s: float = 0.0,
+        script: Mapping[tuple[str, int], int] | None = None,
+        on_run: Callable[[Plan], None] | None = None,
+        kv_of_others: bool = False,
+    ) -> None:
+        self.block_size = block_size
+        self.clock = clock
+        self.step_s = step_s
+        self.script = dict(script or {})
+        """(request id, output index) -> token, where it isn't the usual draw."""
+        self.on_run = on_run
+        """Called inside every run, before the outcome: blocks, aborts or raises as a test likes."""
+        self.kv_of_others = kv_of_others
+        self.plans: list[Plan] = []
+        self.forgotten: list[LegKey] = []
+        self._slots: dict[tuple[int, int], tuple[str, int, int]] = {}
+        self._token_at: dict[tuple[str, int, int], int] = {}
+
+    def run(self, plan: Plan) -> Outcome:
+        self.plans.append(plan)
+        for share in plan.shares:
+            self._check_history(share)
+            self._write(share)
+        if self.on_run is not None:
+            self.on_run(plan)
+        if self.clock is not None and self.step_s:
+            self.clock.advance(self.step_s)
+        sampled = {share.key: self.draw(share) for share in plan.shares if share.is_sampled}
+        for share in plan.shares:
+            if share.is_sampled:
+                end = share.start + len(share.token_ids)
+                self._token_at[self._place(share.key, end)] = sampled[share.key]
+        return Outcome(sampled)
+
+    def forget(self, keys: Iterable[LegKey]) -> None:
+        self.forgotten.extend(keys)
+
+    def draw(self, share: Scheduled) -> int:
+        key, index = share.key, share.output_index
+        usual = _number("draw", key.request_id, key.choice, index)
+        return self.script.get((key.request_id, index), usual)
+
+    def imported(self, sequence: Sequence, block_ids: Iterable[int]) -> None:
+        """Write the KV of a sequence's computed tokens, as a handoff would have."""
+        ids = sequence.token_ids(0, sequence.num_computed_tokens)
+        for position, token_id in enumerate(ids):
+            self._put(tuple(block_ids), sequence.key, position, token_id)
+
+    def _slot(self, block_ids: tuple[int, ...], position: int) -> tuple[int, int]:
+        return block_ids[position // self.block_size], position % self.block_size
+
+    def _put(self, block_ids: tuple[int, ...], key: LegKey, position: int, token_id: int) -> None:
+        place = self._place(key, position)
+        known = self._token_at.setdefault(place, token_id)
+        assert known == token_id, f"{key}: token {token_id} at {position} was {known} before"
+        self._slots[self._slot(block_ids, position)] = place
+
+    def _place(self, key: LegKey, position: int) -> tuple[str, int, int]:
+        return key.request_id, key.choice, position
+
+    def _write(self, share: Scheduled) -> None:
+        for position, token_id in enumerate(share.token_ids, start=share.start):
+            self._put(share.block_ids, share.key, position, token_id)
+
+    def _check_history(self, share: Scheduled) -> None:
+        assert share.token_ids, f"{share.key}: an empty share"
+        end = share.start + len(share.token_ids)
+        assert len(share.block_ids) == -(-end // self.block_size), f"{share.key}: wrong blocks"
+        for position in range(share.start):
+            found = self._slots.get(self._slot(share.block_ids, position))
+            if found is None and self.kv_of_others:
+                continue
+            assert found is not None, f"{share.key}: position {position} was never computed"
+            owner = self._place(share.key, position)
+            assert found == owner, f"{share.key}: {owner} overwritten by {found}"
+
+
+class EventLog:
+    """What an engine told, by sequence; fails when one ends twice or a token is out of order."""
+
+    def __init__(self) -> None:
+        self.started: list[LegKey] = []
+        self.tokens: dict[LegKey, list[int]] = {}
+        self.first_index: dict[LegKey, int] = {}
+        self.ends: dict[LegKey, SequenceEnd] = {}
+        self.batches: list[StepEvents] = []
+
+    def take(self, events: StepEvents) -> None:
+        self.batches.append(events)
+        self.started.extend(events.started)
+        for token in events.tokens:
+            assert token.key not in self.ends, f"{token.key}: a token after its end"
+            got = self.tokens.setdefault(token.key, [])
+            first = self.first_index.setdefault(token.key, token.output_index)
+            assert token.output_index == first + len(got), f"{token.key}: a token out of order"
+            got.append(token.token_id)
+        for end in events.ends:
+            assert end.key not in self.ends, f"{end.key}: ended twice"
+            self.ends[end.key] = end
+
+
+class Engine:
+    """A scheduler with its pool, stepped by hand with a fake runner and a fake clock."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 100,
+        max_num_seqs: int = 8,
+        token_budget: int = 1000,
+        chunk_tokens: int = 0,
+        max_model_len: int = 1000,
+        runner: FakeRunner | None = None,
+    ) -> None:
+        self.clock = FakeClock()
+        self.pool = BlockPool(num_blocks)
+        self.scheduler = StepScheduler(
+            self.pool, BLOCK_SIZE, max_num_seqs, token_budget, chunk_tokens, max_model_len
+        )
+        self.runner = runner or FakeRunner()
+        self.log = EventLog()
+
+    def add(self, request_id: str = "r", **fields) -> Sequence:
+        """Queue a fresh sequence, arriving now."""
+        fields.setdefault("arrived", self.clock.now())
+        sequence = make_sequence(request_id, **fields)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def add_imported(self, request_id: str = "r", **fields) -> Sequence:
+        """Queue a sequence as a committed handoff leaves it: prompt computed, first token known."""
+        fields.setdefault("arrived", self.clock.now())
+        sequence = make_sequence(request_id, output_ids=expected_tokens(request_id, 1), **fields)
+        sequence.num_computed_tokens = sequence.num_prompt_tokens
+        num_blocks = -(-sequence.num_prompt_tokens // BLOCK_SIZE)
+        assert self.pool.reserve(num_blocks, f"h-{request_id}", sequence.key) is not None
+        self.runner.imported(sequence, self.pool.adopt(f"h-{request_id}"))
+        self.scheduler.add(sequence)
+        return sequence
+
+    def abort(self, sequence: Sequence, error: PdserveError | None = None) -> None:
+        self.scheduler.abort(sequence.key, error or Cancelled("left"), self.clock.now())
+
+    def plan(self) -> Plan | None:
+        return self.scheduler.schedule(self.clock.now())
+
+    def step(self, before_commit: Callable[[], None] | None = None) -> Plan | None:
+        """One step of ten milliseconds; None when there was nothing to compute."""
+        plan = self.plan()
+        self.runner.forget(self.scheduler.take_dropped())
+        if plan is None:
+            self.log.take(self.scheduler.take_events())
+            return None
+        outcome = self.runner.run(plan)
+        self.clock.advance(0.01)
+        if before_commit is not None:
+            before_commit()
+        self.log.take(self.scheduler.commit(plan, outcome, self.clock.now()))
+        self.runner.forget(self.scheduler.take_dropped())
+        return plan
+
+    def run_to_end(self, max_steps: int = 1000) -> int:
+        """Step until nothing is left to compute; returns the number of steps."""
+        for num_steps in range(max_steps):
+            if self.step() is None:
+                return num_steps
+        raise AssertionError(f"still at work after {max_steps} steps")
+
+    def tokens(self, sequence: Sequence) -> list[int]:
+        return self.log.tokens.get(sequence.key, [])
+
+    def end(self, sequence: Sequence) -> SequenceEnd:
+        return self.log.ends[sequence.key]
+
+    def assert_idle(self) -> None:
+        """Nothing waits or runs, and every block is free."""
+        self.pool.check()
+        assert (self.scheduler.num_running, self.scheduler.num_waiting) == (0, 0)
+        assert self.pool.num_free == self.pool.num_blocks

@@ -1,0 +1,337 @@
+"""A control plane and workers that do what a test tells them, and a router around them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from cluster.clock import SystemClock
+from cluster.config import LimitsConfig, Role
+from cluster.control.facts import (
+    BlockCounts,
+    ClusterView,
+    Grant,
+    Health,
+    LinkView,
+    Placed,
+    Registration,
+    Want,
+    WorkerReport,
+    WorkerView,
+)
+from cluster.errors import PdserveError, WorkerLost
+from cluster.handoff import AbortCause
+from cluster.lifetime import LegTimes
+from cluster.request import FinishReason, Leg, LegEnd, LegKey, LegKind, Peer, Token
+from router.dispatch import Dispatcher
+from router.legs import Workers
+from router.metrics import RouterMetrics
+from router.served import ServedModel
+from router.service import Service
+from router.text import TextCodec
+
+EOS_ID = 256
+VOCAB_SIZE = 260
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('a system turn comes first') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+MODEL = ServedModel(
+    name="tiny", max_model_len=64, vocab_size=VOCAB_SIZE, eos_ids=frozenset({EOS_ID}), created=7
+)
+
+
+def make_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+    """One token per byte, in byte order; id 256 is the EOS."""
+    alphabet = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    vocab = {char: byte for byte, char in bytes_to_chars().items()}
+    vocab["<eos>"] = EOS_ID
+    rust = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    rust.pre_tokenizer = alphabet[0]
+    rust.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=rust, eos_token="<eos>")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def bytes_to_chars() -> dict[int, str]:
+    """GPT-2's table of printable stand-ins: a byte keeps its own character where it has one."""
+    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in kept]
+    return {byte: chr(byte) for byte in kept} | {
+        byte: chr(256 + number) for number, byte in enumerate(others)
+    }
+
+
+def make_codec(template: str | None = TEMPLATE) -> TextCodec:
+    return TextCodec(make_tokenizer(template), eos_ids=frozenset({EOS_ID}))
+
+
+def make_worker(name: str, role: Role, *, num_blocks: int = 8, **report: object) -> WorkerView:
+    return WorkerView(
+        worker=Registration(
+            worker_id=name,
+            incarnation=f"{name}.1",
+            pool=role.value,
+            role=role,
+            address=f"{name}:1",
+            num_slots=4,
+            num_blocks=num_blocks,
+            block_size=16,
+            max_model_len=64,
+            layout="",
+            step_base_s=0.01,
+            step_per_seq_s=0.001,
+            prefill_per_token_s=0.001,
+            pid=1,
+            transport="loopback",
+        ),
+        report=WorkerReport(blocks=BlockCounts(free=num_blocks), **report),
+        health=Health.ALIVE,
+        report_age_s=0.1,
+        num_granted=0,
+    )
+
+
+def make_view(*workers: WorkerView, **changes: object) -> ClusterView:
+    view = ClusterView(
+        term=1,
+        workers=workers or (make_worker("p0", Role.PREFILL), make_worker("d0", Role.DECODE)),
+        links=(
+            LinkView(
+                prefill_worker_id="p0",
+                decode_worker_id="d0",
+                alpha_s=0.001,
+                beta_bytes_per_s=1e9,
+                num_transfers=3,
+                num_bytes=300,
+                last_s=0.01,
+            ),
+        ),
+        num_waiting=0,
+        waiting_tokens=0,
+        num_granted=0,
+        num_routers=1,
+        max_queue_requests=8,
+        retry_after_s=2.0,
+    )
+    return replace(view, **changes)
+
+
+def placed(worker_id: str) -> Placed:
+    """``p0.2`` is the second incarnation of p0."""
+    name, _, number = worker_id.partition(".")
+    return Placed(
+        worker_id=name, incarnation=f"{name}.{number or 1}", address=f"{name}:1", pool="pool"
+    )
+
+
+class FakeRoute:
+    """Grants at once what ``pairs`` says, or waits for the test where there is none."""
+
+    def __init__(self) -> None:
+        self.view: ClusterView | None = make_view()
+        self.age_s = 0.0
+        self.pairs: list[tuple[str | None, str | None]] = []
+        self.default_pair: tuple[str | None, str | None] | None = ("p0", "d0")
+        self.error: PdserveError | None = None
+        self.wants: list[Want] = []
+        self.withdrawn: list[Want] = []
+        self.dones: list[tuple[str, int]] = []
+        self.grants: list[str] = []
+        self.cancel_asked: list[str] = []
+        self.wanted = asyncio.Event()
+        self.answer: asyncio.Future[Grant] | None = None
+
+    def view_age_s(self, now: float) -> float:
+        return self.age_s
+
+    async def start(self) -> None:
+        pass
+
+    async def stop(self) -> None:
+        pass
+
+    async def want(self, want: Want) -> Grant:
+        self.wants.append(want)
+        self.wanted.set()
+        if self.error is not None:
+            raise self.error
+        pair = self.pairs.pop(0) if self.pairs else self.default_pair
+        if pair is None:
+            self.answer = asyncio.get_running_loop().create_future()
+            try:
+                return await self.answer
+            except asyncio.CancelledError:
+                self.withdrawn.append(want)
+                raise
+        return self.grant(want, pair)
+
+    def grant(self, want: Want, pair: tuple[str | None, str | None]) -> Grant:
+        prefill, decode = pair
+        grant_id = f"g{len(self.grants)}"
+        self.grants.append(grant_id)
+        return Grant(
+            term=1,
+            grant_id=grant_id,
+            request_id=want.request_id,
+            attempt=want.attempt,
+            prefill=None if prefill is None else placed(prefill),
+            decode=None if decode is None else placed(decode),
+            handoff_id=f"h{len(self.grants)}" if prefill and decode else "",
+            reason="lowest cost",
+            predicted_s=0.1,
+        )
+
+    def done(self, grant_id: str, num_output_tokens: int) -> None:
+        self.dones.append((grant_id, num_output_tokens))
+
+    async def cancel_request(self, request_id: str, timeout_s: float) -> bool:
+        self.cancel_asked.append(request_id)
+        return False
+
+
+@dataclass(eq=False)
+class FakeWorker:
+    """One connection; a test makes its worker speak."""
+
+    peer: Peer
+    events: object
+    script: Callable[[FakeWorker, Leg], None] | None = None
+    legs: list[Leg] = field(default_factory=list)
+    aborts: list[tuple[LegKey, AbortCause]] = field(default_factory=list)
+    is_refusing: bool = False
+    is_closed: bool = False
+    started: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def start_leg(self, leg: Leg) -> None:
+        if self.is_refusing:
+            raise WorkerLost("the worker is gone", worker_id=self.peer.worker_id)
+        self.legs.append(leg)
+        self.started.set()
+        if self.script is not None:
+            asyncio.get_running_loop().call_soon(self.script, self, leg)
+
+    async def abort_leg(self, key: LegKey, cause: AbortCause) -> None:
+        self.aborts.append((key, cause))
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+    def say(
+        self,
+        *ids: int,
+        start: int = 0,
+        finish: FinishReason | None = None,
+        error: PdserveError | None = None,
+        ends: bool = False,
+        times: LegTimes | None = None,
+    ) -> None:
+        """Emit ids from an output index on, and the end where there is one."""
+        key = self.legs[-1].key
+        tokens = [Token(key, start + offset, token_id) for offset, token_id in enumerate(ids)]
+        end = LegEnd(key=key, finish_reason=finish, error=error, times=times or LegTimes())
+        is_end = ends or finish is not None or error is not None
+        self.events.on_tokens(tokens, [end] if is_end else [])
+
+    def die(self) -> None:
+        self.events.on_worker_lost(self.peer, "killed")
+
+
+class FakeCluster:
+    """A router's whole outside: the route and all worker connections it makes."""
+
+    def __init__(self) -> None:
+        self.route = FakeRoute()
+        self.connections: list[FakeWorker] = []
+        self.script: Callable[[FakeWorker, Leg], None] | None = None
+        self.refusing: set[str] = set()
+
+    def connect(self, peer: Peer, events: object) -> FakeWorker:
+        worker = FakeWorker(peer, events, self.script)
+        worker.is_refusing = peer.incarnation in self.refusing
+        self.connections.append(worker)
+        return worker
+
+    def worker(self, name: str) -> FakeWorker:
+        """Return the newest connection to a worker."""
+        return next(w for w in reversed(self.connections) if w.peer.worker_id == name)
+
+    async def started(self, *names: str) -> list[FakeWorker]:
+        """Wait until each of the workers has a leg."""
+        await until(lambda: set(names) <= {w.peer.worker_id for w in self.connections if w.legs})
+        return [self.worker(name) for name in names]
+
+
+def make_router(
+    cluster: FakeCluster,
+    *,
+    limits: LimitsConfig | None = None,
+    template: str | None = TEMPLATE,
+    model: ServedModel = MODEL,
+) -> Service:
+    dispatcher = Dispatcher(
+        route=lambda events: cluster.route,
+        workers=Workers(cluster.connect),
+        clock=SystemClock(),
+        metrics=RouterMetrics(),
+    )
+    return Service(
+        model=model,
+        limits=limits or LimitsConfig(max_body_bytes=20_000),
+        codec=make_codec(template),
+        dispatcher=dispatcher,
+    )
+
+
+def speaks(
+    ids: Sequence[int], finish: FinishReason = FinishReason.STOP
+) -> Callable[[FakeWorker, Leg], None]:
+    """Return a script that plays both halves well: the whole choice is ``ids``.
+
+    It is cut at ``max_tokens``, as an engine does it.
+    """
+
+    def script(worker: FakeWorker, leg: Leg) -> None:
+        made = list(ids)[: leg.params.max_tokens]
+        reason = finish if len(made) == len(ids) else FinishReason.LENGTH
+        if leg.kind is LegKind.PREFILL:
+            is_over = len(made) == 1
+            times = LegTimes(compute_s=0.5, transfer_bytes=64, num_computed_tokens=9)
+            worker.say(made[0], finish=reason if is_over else None, ends=True, times=times)
+        elif leg.kind is LegKind.LOCAL or len(made) > 1:
+            worker.say(*made, finish=reason, times=LegTimes(compute_s=0.25, num_steps=len(made)))
+        else:
+            worker.say(ends=True)
+
+    return script
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the loop run until something has happened; the test's timeout bounds it."""
+    while not condition():  # noqa: ASYNC110 - what is waited for has no event of its own
+        await asyncio.sleep(0.001)
+
+
+def metric(service: Service, name: str) -> float:
+    """Return the sum of a metric over its labels."""
+    lines = service.metrics.text().decode().splitlines()
+    return sum(
+        float(line.rsplit(" ", 1)[1])
+        for line in lines
+        if line.startswith((f"{name} ", f"{name}{{"))
+    )
+
+
+def assert_conserved(service: Service) -> None:
+    """received = success + aborted + failed + rejected, and nothing is in flight."""
+    ends = ("success", "aborted", "failed", "rejected")
+    total = sum(metric(service, f"pdserve_requests_{end}_total") for end in ends)
+    assert metric(service, "pdserve_requests_received_total") == total
+    assert metric(service, "pdserve_requests_in_flight") == 0
+    assert metric(service, "pdserve_requests_queued") == 0

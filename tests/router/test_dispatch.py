@@ -1,0 +1,558 @@
+"""The life of one request: every way through it, and an abort and a fault in every phase."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from cluster.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    EngineFault,
+    HandoffFailed,
+    NoWorker,
+    PdserveError,
+    WorkerLost,
+)
+from cluster.handoff import AbortCause
+from cluster.lifetime import LegTimes
+from cluster.request import FinishReason, LegKind
+from router.events import Finish
+from router.given import GenerateInput
+from tests.router import fakes
+from tests.router.fakes import FakeCluster, assert_conserved, make_router, metric, speaks, until
+
+A, B, C, D = b"abcd"
+
+
+async def start(cluster, service, **given):
+    generation = await service.generate(GenerateInput(prompt="hello", **given))
+    return generation
+
+
+async def read(generation):
+    """Return the text, the ids and the end of a generation."""
+    text, ids = "", []
+    while True:
+        try:
+            event = await generation.next()
+        except PdserveError as error:
+            return text, ids, error
+        text += event.text
+        if isinstance(event, Finish):
+            return text, ids, event
+        ids += event.token_ids
+
+
+def assert_given_back(cluster):
+    """Each grant is done exactly once."""
+    assert sorted(grant_id for grant_id, _ in cluster.route.dones) == sorted(cluster.route.grants)
+
+
+async def finished(service, cluster):
+    await until(lambda: metric(service, "pdserve_requests_in_flight") == 0)
+    assert_conserved(service)
+    assert_given_back(cluster)
+
+
+async def test_first_token_goes_out_before_the_transfer_and_its_repeat_is_dropped():
+    cluster = FakeCluster()
+    service = make_router(cluster)
+    generation = await start(cluster, service, max_tokens=3)
+    prefill, decode = await cluster.started("p0", "d0")
+
+    # STEP 1: the legs carry the same handoff, and the prefill leg knows its peer.
+    (first,), (second,) = prefill.legs, decode.legs
+    assert (first.kind, second.kind) == (LegKind.PREFILL, LegKind.DECODE)
+    assert first.handoff_id == second.handoff_id == "h1"
+    assert first.peer == decode.peer
+    assert second.peer is None
+    assert first.prompt_ids == tuple(b"hello")
+
+    # STEP 2: token 0 reaches the reader while the decode worker has said nothing.
+    prefill.say(A)
+    event = await generation.next()
+    assert (event.text, event.token_ids) == ("a", (A,))
+
+    # STEP 3: the decode worker repeats it and goes on.
+    prefill.say(ends=True)
+    decode.say(A, B, C, finish=FinishReason.LENGTH)
+    text, ids, finish = await read(generation)
+    assert (text, ids) == ("bc", [B, C])
+    assert finish.finish_reason is FinishReason.LENGTH
+    assert finish.num_output_tokens == 3
+    assert cluster.route.dones == [("g0", 3)]
+    assert prefill.aborts == decode.aborts == []
+    assert metric(service, "pdserve_repeated_tokens_total") == 0
+    await finished(service, cluster)
+
+
+async def test_decode_may_overtake_prefill_and_repeat_what_is_out():
+    cluster = FakeCluster()
+    service = make_router(cluster)
+    generation = await start(cluster, service, max_tokens=4)
+    prefill, decode = await cluster.started("p0", "d0")
+    decode.say(A, B)
+    decode.say(D, start=3)  # 3 before 2
+    prefill.say(A, ends=True)
+    decode.say(B, C, start=1)
+    decode.say(finish=FinishReason.LENGTH)
+    text, ids, _ = await read(generation)
+    assert (text, ids) == ("abcd", [A, B, C, D])
+    # The late token 0 of the prefill leg, and the second token 1.
+    assert metric(service, "pdserve_repeated_tokens_total") == 2
+    await finished(service, cluster)
+
+
+async def test_a_choice_that_ends_at_its_first_token_closes_the_decode_leg():
+    """P-08: one token, one finish, one end, though two workers have a leg."""
+    cluster = FakeCluster()
+    service = make_router(cluster)
+    generation = await start(cluster, service, max_tokens=5)
+    prefill, decode = await cluster.started("p0", "d0")
+    prefill.say(fakes.EOS_ID, finish=FinishReason.STOP)
+    text, _, finish = await read(generation)
+    assert (text, finish.finish_reason, finish.num_output_tokens) == ("", FinishReason.STOP, 1)
+    await until(lambda: decode.aborts)
+    assert decode.aborts == [(decode.legs[0].key, AbortCause.FINISHED)]
+    await finished(service, cluster)
+
+
+async def test_the_decode_leg_may_close_silently_before_the_finish_arrives():
+    cluster = FakeCluster()
+    service = make_router(cluster)
+    generation = await start(cluster, service, max_tokens=5)
+    prefill, decode = await cluster.started("p0", "d0")
+    decode.say(ends=True)
+    prefill.say(A, finish=FinishReason.STOP)
+    _, _, finish = await read(generation)
+    assert finish.finish_reason is FinishReason.STOP
+    await finished(service, cluster)
+
+
+@pytest.mark.parametrize(
+    ("pair", "kind"), [((None, "d0"), LegKind.LOCAL), (("p0", None), LegKind.PREFILL)]
+)
+async def test_one_worker_does_all_where_the_grant_says_so(pair, kind):
+    cluster = FakeCluster()
+    cluster.route.default_pair = pair
+    service = make_router(cluster)
+    generation = await start(cluster, service, max_tokens=1)
+    (worker,) = await cluster.started(pair[0] or pair[1])
+    assert (worker.legs[0].kind, worker.legs[0].handoff_id) == (kind, "")
+    worker.say(A, finish=FinishReason.LENGTH)
+    text, _, finish = await read(generation)
+    assert (text, finish.num_output_tokens) == ("a", 1)
+    await finished(service, cluster)
+
+
+async def test_stop_string_ends_both_legs_and_hides_what_matched():
+    """P-05: the match spans tokens; both workers are told, surplus tokens go nowhere."""
+    cluster = FakeCluster()
+    service = make_router(cluster)
+    generation = await start(cluster, service, max_tokens=9, stop=["bc"])
+    prefill, decode = await cluster.started("p0", "d0")
+    prefill.say(A)
+    decode.say(A, B)
+    decode.say(C, D, start=2)
+    text, ids, finish = await read(generation)
+    assert (text, ids, finish.finish_reason) == ("a", [A, B, C], FinishReason.STOP)
+    assert finish.num_output_tokens == 3
+    await until(lambda: prefill.aborts and decode.aborts)
+    assert {cause for _, cause in prefill.aborts + decode.aborts} == {AbortCause.STOPPED}
+    decode.say(D, start=4)
+    await finished(service, cluster)
+
+
+async def test_stop_at_the_last_token_is_a_stop():
+    """P-08: a stop string that completes exactly at max_tokens."""
+    cluster = FakeCluster()
+    cluster.script = speaks([A, B], FinishReason.LENGTH)
+    service = make_router(cluster)
+    _, _, finish = await read(await start(cluster, service, max_tokens=2, stop="b"))
+    assert (finish.finish_reason, finish.num_output_tokens) == (FinishReason.STOP, 2)
+
+
+async def test_held_text_is_flushed_when_the_length_ends_it():
+    """P-05: what looked like the beginning of a stop string is text after all."""
+    cluster = FakeCluster()
+    cluster.script = speaks([A, B], FinishReason.LENGTH)
+    service = make_router(cluster)
+    text, _, finish = await read(await start(cluster, service, max_tokens=2, stop="bc"))
+    assert (text, finish.text, finish.finish_reason) == ("ab", "b", FinishReason.LENGTH)
+
+
+# ---- leaving, in each phase
+
+
+async def test_cancel_in_the_queue_withdraws_the_want():
+    """P-11: a request that waits for a grant."""
+    cluster = FakeCluster()
+    cluster.route.default_pair = None
+    service = make_router(cluster)
+    generation = await start(cluster, service)
+    await cluster.route.wanted.wait()
+    generation.cancel()
+    _, _, error = await read(generation)
+    assert isinstance(error, Cancelled)
+    assert cluster.route.withdrawn == cluster.route.wants
+    assert cluster.connections == []
+    assert metric(service, 'pdserve_requests_aborted_total{phase="queue"}') == 1
+    await finished(service, cluster)
+
+
+async def test_cancel_before_the_first_step_of_its_task_still_ends_it():
+    """P-11: the client left while its prompt was tokenised."""
+    cluster = FakeCluster()
+    service = make_router(cluster)
+    generation = await start(cluster, service)
+    generation.cancel()
+    _, _, error = await read(generation)
+    assert isinstance(error, Cancelled)
+    assert cluster.route.wants == []
+    await finished(service, cluster)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 3])
+async def test_cancel_while_workers_work_aborts_both_legs(num_tokens):
+    """P-11: before the first token, after it, in mid-stream."""
+    cluster = FakeCluster()
+    service = make_router(cluster)
+    generation = await start(cluster, service, max_tokens=9)
+    prefill, decode = await cluster.started("p0", "d0")
+    if num_tokens:
+        prefill.say(A)
+    if num_tokens > 1:
+        decode.say(*[A, B, C][:num_tokens])
+    for _ in range(num_tokens):
+        await generation.next()
+    generation.cancel()
+    generation.cancel()
+    _, _, error = await read(generation)
+    assert isinstance(error, Cancelled)
+    await until(lambda: prefill.aborts and decode.aborts)
+    key = prefill.legs[0].key
+    assert prefill.aborts == decode.aborts == [(key, AbortCause.CANCELLED)]
+    phase = "decode" if num_tokens else "prefill"
+    assert metric(service, f'pdserve_requests_aborted_total{{phase="{phase}"}}') == 1
+    assert metric(service, "pdserve_wasted_tokens_total") == num_tokens
+    await finished(service, cluster)
+
+
+async def test_cancel_after_the_last_token_changes_nothing():
+    """P-11: the request is over though its reader has not read the end."""
+    cluster = FakeCluster()
+    cluster.script = speaks([A, B], FinishReason.STOP)
+    service = make_router(cluster)
+    generation = await start(cluster, service, max_tokens=5)
+    await finished(service, cluster)
+    generation.cancel()
+    text, _, finish = await read(generation)
+    assert (text, finish.finish_reason) == ("ab", FinishReason.STOP)
+    assert all(not worker.aborts for worker in cluster.connections)
+
+
+async def test_cancel_by_id_here_and_through_the_control_plane():
+    cluster = FakeCluster()
+    service = make_router(cluster)
+    generation = await start(cluster, service)
+    assert await service.cancel(generation.request_id) is True
+    _, _, error = await read(generation)
+    assert isinstance(error, Cancelled)
+    await finished(service, cluster)
+    assert await service.cancel(generation.request_id) is False
+    assert cluster.route.cancel_asked == [generation.request_id]
+
+
+async def test_stopping_the_router_ends_and_gives_back_everything():
+    cluster = FakeCluster()
+    service = make_router(cluster)
+    generations = [await start(cluster, service) for _ in range(3)]
+    await cluster.started("p0", "d0")
+    await service.stop()
+    ends = [(await read(generation))[2] for generation in generations]
+    assert all(isinstance(end, Cancelled) for end in ends)
+    assert all(worker.is_closed for worker in cluster.connections)
+    await finished(service, cluster)
+    await service.stop()
+
+
+# ---- deadlines
+
+
+@pytest.mark.parametrize("has_grant", [False, True])
+async def test_the_deadline_ends_it_wherever_it_is(has_grant):
+    cluster = FakeCluster()
+    if not has_grant:
+        cluster.route.default_pair = None
+    service = make_router(cluster)
+    generation = await start(cluster, service, timeout_s=0.05)
+    _, _, error = await read(generation)
+    assert isinstance(error, DeadlineExceeded)
+    if has_grant:
+        prefill, decode = cluster.worker("p0"), cluster.worker("d0")
+        await until(lambda: prefill.aborts and decode.aborts)
+        assert {cause for _, cause in prefill.aborts + decode.aborts} == {AbortCause.DEADLINE}
+    await finished(service, cluster)
+
+
+# ---- faults
+
+
+async def test_a_worker_lost_before_the_first_token_is_survived_elsewhere():
+    cluster = FakeCluster()
+    cluster.route.pairs = [("p0", "d0"), ("p1", "d0")]
+    service = make_router(cluster)
+    generation = await start(cluster, service, max_tokens=2)
+    prefill, decode = await cluster.started("p0", "d0")
+    prefill.die()
+    (second,) = await cluster.started("p1")
+    await until(lambda: len(decode.legs) == 2)
+
+    # The decode leg of the first attempt is told, and the dead one is avoided.
+    assert decode.aborts == [(decode.legs[0].key, AbortCause.FAULT)]
+    assert cluster.route.wants[1].avoid == ("p0.1",)
+    assert [leg.key.attempt for leg in decode.legs] == [0, 1]
+
+    # Words of the old attempt count for nothing.
+    second.say(A, ends=True)
+    decode.say(A, B, finish=FinishReason.LENGTH)
+    text, _, finish = await read(generation)
+    assert (text, finish.timeline.num_attempts) == ("ab", 2)
+    assert cluster.route.dones == [("g0", 0), ("g1", 2)]
+    await finished(service, cluster)
+
+
+async def test_tokens_of_an_old_attempt_are_dropped():
+    cluster = FakeCluster()
+    service = make_router(cluster)
+    generation = await start(cluster, service, max_tokens=1)
+    prefill, decode = await cluster.started("p0", "d0")
+    old = prefill.legs[0]
+    decode.say(error=HandoffFailed("refused"))
+    await until(lambda: len(prefill.legs) == 2)
+    new = prefill.legs.pop()
+    prefill.say(D)  # the old leg speaks, late
+    prefill.legs.append(new)
+    assert old.key.attempt == 0
+    prefill.say(A, finish=FinishReason.LENGTH)
+    text, ids, _ = await read(generation)
+    assert (text, ids) == ("a", [A])
+    await finished(service, cluster)
+
+
+async def test_a_worker_that_cannot_be_reached_is_lost():
+    cluster = FakeCluster()
+    cluster.refusing = {"p0.1"}
+    cluster.route.pairs = [("p0", "d0"), ("p0.2", "d0")]
+    cluster.script = speaks([A], FinishReason.STOP)
+    service = make_router(cluster)
+    text, _, finish = await read(await start(cluster, service, max_tokens=1))
+    assert (text, finish.timeline.num_attempts) == ("a", 2)
+    await finished(service, cluster)
+
+
+async def test_a_worker_declared_dead_is_lost_though_its_stream_is_open():
+    cluster = FakeCluster()
+    cluster.route.pairs = [("p0", "d0")]
+    service = make_router(cluster)
+    generation = await start(cluster, service)
+    prefill, _ = await cluster.started("p0", "d0")
+    cluster.route.default_pair = None
+    service.dispatcher.on_worker_dead("p0", "p0.1")
+    service.dispatcher.on_worker_dead("p0", "p0.1")
+    await until(lambda: len(cluster.route.wants) == 2)
+    await until(lambda: prefill.is_closed)
+    generation.cancel()
+    await finished(service, cluster)
+
+
+async def test_a_request_that_lost_two_workers_is_ended():
+    cluster = FakeCluster()
+    cluster.refusing = {"p0.1", "p1.1", "p2.1"}
+    cluster.route.pairs = [("p0", "d0"), ("p1", "d0"), ("p2", "d0")]
+    service = make_router(cluster)
+    _, _, error = await read(await start(cluster, service))
+    assert isinstance(error, WorkerLost)
+    assert len(cluster.route.wants) == 2
+    await finished(service, cluster)
+
+
+async def test_three_attempts_are_all():
+    cluster = FakeCluster()
+    cluster.script = lambda worker, leg: worker.say(error=HandoffFailed("no"))
+    service = make_router(cluster)
+    _, _, error = await read(await start(cluster, service))
+    assert isinstance(error, HandoffFailed)
+    assert len(cluster.route.wants) == 3
+    await finished(service, cluster)
+
+
+async def test_no_worker_for_the_second_attempt_is_the_last_word():
+    cluster = FakeCluster()
+    service = make_router(cluster)
+    generation = await start(cluster, service)
+    prefill, _ = await cluster.started("p0", "d0")
+    cluster.route.error = NoWorker("none", retry_after_s=3)
+    prefill.die()
+    _, _, error = await read(generation)
+    assert isinstance(error, NoWorker)
+    assert error.retry_after_s == 3
+    await finished(service, cluster)
+
+
+@pytest.mark.parametrize("loser", ["p0", "d0"])
+async def test_a_loss_after_the_first_token_is_an_error(loser, monkeypatch):
+    monkeypatch.setattr("router.dispatch.COMMIT_GRACE_S", 0.02)
+    cluster = FakeCluster()
+    service = make_router(cluster)
+    generation = await start(cluster, service)
+    prefill, _ = await cluster.started("p0", "d0")
+    prefill.say(A)
+    assert (await generation.next()).text == "a"
+    cluster.worker(loser).die()
+    _, _, error = await read(generation)
+    assert isinstance(error, WorkerLost)
+    assert len(cluster.route.wants) == 1
+    assert metric(service, 'pdserve_requests_failed_total{code="worker_lost"}') == 1
+    await finished(service, cluster)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_a_prefill_leg_that_fails_after_the_commit_is_no_failure(is_late):
+    """The decode worker's COMMIT decides, whichever of the two is heard first."""
+    cluster = FakeCluster()
+    service = make_router(cluster)
+    generation = await start(cluster, service, max_tokens=3)
+    prefill, decode = await cluster.started("p0", "d0")
+    prefill.say(A)
+    if is_late:
+        prefill.say(error=HandoffFailed("the link broke"))
+        await generation.next()
+        decode.say(A, B)
+    else:
+        decode.say(A, B)
+        prefill.die()
+    decode.say(C, start=2, finish=FinishReason.LENGTH)
+    _, ids, finish = await read(generation)
+    assert ids[-2:] == [B, C]
+    assert finish.num_output_tokens == 3
+    await finished(service, cluster)
+
+
+async def test_a_refused_handoff_after_the_first_token_is_an_error():
+    cluster = FakeCluster()
+    service = make_router(cluster)
+    generation = await start(cluster, service)
+    prefill, decode = await cluster.started("p0", "d0")
+    prefill.say(A)
+    prefill.say(error=HandoffFailed("refused"))
+    decode.say(error=HandoffFailed("refused"))
+    text, _, error = await read(generation)
+    assert (text, type(error)) == ("a", HandoffFailed)
+    await finished(service, cluster)
+
+
+@pytest.mark.parametrize(
+    "speak",
+    [
+        lambda prefill, decode: (prefill.say(ends=True), decode.say(ends=True)),
+        lambda prefill, decode: (prefill.say(A), decode.say(B, start=2),
+                                 decode.say(finish=FinishReason.STOP)),
+        lambda prefill, decode: decode.say(finish=FinishReason.STOP),
+        lambda prefill, decode: prefill.say(error=EngineFault("a step failed")),
+    ],
+    ids=["no finish", "a gap", "no token", "engine fault"],
+)  # fmt: skip
+async def test_our_own_faults_are_errors_and_never_a_short_answer(speak):
+    cluster = FakeCluster()
+    service = make_router(cluster)
+    generation = await start(cluster, service)
+    speak(*await cluster.started("p0", "d0"))
+    _, _, error = await read(generation)
+    assert isinstance(error, EngineFault)
+    await finished(service, cluster)
+
+
+async def test_another_first_token_from_the_decode_worker_is_a_failed_handoff():
+    cluster = FakeCluster()
+    service = make_router(cluster)
+    generation = await start(cluster, service)
+    prefill, decode = await cluster.started("p0", "d0")
+    prefill.say(A)
+    await generation.next()
+    decode.say(B)
+    _, _, error = await read(generation)
+    assert isinstance(error, HandoffFailed)
+    await finished(service, cluster)
+
+
+async def test_tokens_beyond_the_limit_are_dropped():
+    cluster = FakeCluster()
+    service = make_router(cluster)
+    generation = await start(cluster, service, max_tokens=2)
+    prefill, decode = await cluster.started("p0", "d0")
+    prefill.say(A, ends=True)
+    decode.say(A, B, C, D, finish=FinishReason.LENGTH)
+    text, _, finish = await read(generation)
+    assert (text, finish.num_output_tokens) == ("ab", 2)
+
+
+async def test_a_bug_in_the_router_ends_the_request_and_gives_back(monkeypatch):
+    cluster = FakeCluster()
+    service = make_router(cluster)
+    generation = await start(cluster, service)
+    prefill, _ = await cluster.started("p0", "d0")
+    monkeypatch.setattr("router.stream_text.ChoiceText.push", lambda self, token_id: 1 / 0)
+    prefill.say(A)
+    _, _, error = await read(generation)
+    assert isinstance(error, EngineFault)
+    assert error.message == "an internal error"
+    await finished(service, cluster)
+
+
+# ---- the timeline
+
+
+async def test_timeline_holds_both_legs_and_waits_for_the_late_one():
+    cluster = FakeCluster()
+    service = make_router(cluster)
+    generation = await start(cluster, service, max_tokens=2, timeline=True)
+    prefill, decode = await cluster.started("p0", "d0")
+    prefill.say(A)
+    decode.say(A, B, finish=FinishReason.LENGTH, times=LegTimes(num_steps=1))
+    reading = asyncio.create_task(read(generation))
+    prefill.say(ends=True, times=LegTimes(transfer_bytes=99))
+    _, _, finish = await reading
+    timeline = finish.timeline
+    assert (timeline.prefill.transfer_bytes, timeline.decode.num_steps) == (99, 1)
+    assert (timeline.prefill_worker, timeline.decode_worker) == ("p0", "d0")
+    assert 0 <= timeline.queue_s <= timeline.first_token_s <= timeline.total_s
+    assert timeline.reason == "lowest cost"
+
+
+async def test_timeline_of_a_stopped_choice_hears_the_legs_last_words():
+    cluster = FakeCluster()
+    service = make_router(cluster)
+    generation = await start(cluster, service, stop="b", timeline=True)
+    prefill, decode = await cluster.started("p0", "d0")
+    prefill.say(A, ends=True)
+    decode.say(A, B)
+    await until(lambda: decode.aborts)
+    decode.say(ends=True, times=LegTimes(num_steps=1))
+    _, _, finish = await read(generation)
+    assert finish.timeline.decode.num_steps == 1
+    await finished(service, cluster)
+
+
+async def test_timeline_does_not_wait_for_a_leg_that_says_nothing(monkeypatch):
+    monkeypatch.setattr("router.dispatch.LAST_WORDS_S", 0.01)
+    cluster = FakeCluster()
+    service = make_router(cluster)
+    generation = await start(cluster, service, max_tokens=2, timeline=True)
+    _, decode = await cluster.started("p0", "d0")
+    decode.say(A, B, finish=FinishReason.LENGTH)
+    _, _, finish = await read(generation)
+    assert finish.timeline.prefill == LegTimes()
+    await finished(service, cluster)
