@@ -45,7 +45,7 @@ class CoreLease:
 
 
 def lease_cores(
-    run_dir: Path,
+    folder: Path,
     pool_name: str,
     cores: Sequence[int],
     cores_per_worker: int,
@@ -63,7 +63,6 @@ def lease_cores(
             f"pool {pool_name}: {count} workers of {cores_per_worker} cores need "
             f"{count * cores_per_worker} cores, {len(cores)} are named: name more, or lower count"
         )
-    folder = run_dir / "cores"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     clock = SystemClock()
     deadline = clock.now() + wait_s

@@ -20,9 +20,9 @@ from cluster.config import Host
 from cluster.control.status import get_cluster
 from cluster.errors import PdserveError, StartupError
 from deploy import proof
-from deploy.machine import check_machine
+from deploy.machine import check_machine, check_memory
+from deploy.model_source import resolve_model
 from deploy.run_state import RunState
-from deploy.trial_model import resolve_model
 from router.served import served_model
 
 if TYPE_CHECKING:
@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 
 _READY_TIMEOUT_S = 180.0
 _POLL_S = 0.25
-_STOP_TIMEOUT_S = 8.0
-_CLEAR_TIMEOUT_S = 6.0
+_STOP_TIMEOUT_S = 7.0
+_CLEAR_TIMEOUT_S = 2.0
+_INTERRUPTED = 130
 
 
 def serve(config: DeployConfig, *, is_once: bool) -> int:
@@ -45,18 +46,22 @@ def serve(config: DeployConfig, *, is_once: bool) -> int:
     began = time.monotonic()
     state = RunState(config.endpoints.control_port)
     check_machine(config, state=state)
-    folder, name = resolve_model(config.model.path)
-    config = _completed(config, folder, name)
+    model = resolve_model(config.model.path, config.model.name)
+    folder = model.folder
+    config = _completed(config, folder, model.name)
+    check_memory(config, folder)
     state.begin(_ports(config))
     host = _host(config, folder, state)
     stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopping.set())
+    is_ready = False
     try:
         _say("starting the cluster ...")
         host.start()
-        if not _wait_ready(config, host, stopping):
-            return 130
+        is_ready = _wait_ready(config, host, stopping)
+        if not is_ready:
+            return _INTERRUPTED
         _say(f"ready after {time.monotonic() - began:.1f} s; one request as a proof:\n")
         proof.prove(config)
         if not is_once:
@@ -64,7 +69,7 @@ def serve(config: DeployConfig, *, is_once: bool) -> int:
             _say("serving; stop with Ctrl-C")
             _serve_until(stopping, host)
     finally:
-        _stop(host, state)
+        _stop(host, state, keep_logs=not is_ready)
     return 0
 
 
@@ -77,7 +82,6 @@ def down(config: DeployConfig) -> int:
 
 def _completed(config: DeployConfig, folder: Path, name: str) -> DeployConfig:
     """Return the config with what the model itself decides: its name, and its longest context."""
-    name = config.model.name or name
     served = served_model(folder, name=name, max_model_len=config.model.max_model_len)
     model = dataclasses.replace(config.model, name=name, max_model_len=served.max_model_len)
     return dataclasses.replace(config, model=model)
@@ -147,11 +151,11 @@ def _serve_until(stopping: threading.Event, host: ClusterHost) -> None:
             raise failure
 
 
-def _stop(host: ClusterHost, state: RunState) -> None:
+def _stop(host: ClusterHost, state: RunState, *, keep_logs: bool) -> None:
     """Stop in order, then end whatever is left; a second Ctrl-C changes nothing."""
     _say("stopping ...")
     host.stop(_STOP_TIMEOUT_S)
-    state.clear(_CLEAR_TIMEOUT_S)
+    state.clear(_CLEAR_TIMEOUT_S, keep_folder=keep_logs)
 
 
 def _say(text: str) -> None:

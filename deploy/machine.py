@@ -1,7 +1,7 @@
 """Can this machine run the cluster as configured? Asked before anything is started.
 
 Each check returns a ``Problem`` or None and takes well under a second; ``check_machine`` raises
-all of them as one StartupError.
+all of them as one StartupError, ``check_memory`` follows once the model is there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ROUTER_BYTES = 200 * _MIB  # web server, tokenizer
 _CONTROL_BYTES = 120 * _MIB
 _RAY_BYTES = 800 * _MIB  # its own processes, Serve's controller and the launcher
 _STORED_BYTES = {"float32": 4, "float64": 8}
-_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16", "svebf16"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,24 +48,26 @@ class Problem:
         return f"{self.reason}: {self.remedy}"
 
 
-def check_machine(
-    config: DeployConfig, *, run: RunState | None = None, model_folder: Path | None = None
-) -> None:
+def check_machine(config: DeployConfig, *, state: RunState | None = None) -> None:
     """Raise StartupError, with reason and remedy, where the cluster can't start here.
 
-    Memory is checked once the model is there (``model_folder``). What an earlier run left is told
-    alone, since it explains the rest.
+    What an earlier run left is told alone, since it explains the rest.
     """
-    (run or RunState(config.endpoints.control_port)).check_free()
+    (state or RunState(config.endpoints.control_port)).check_free()
     found = [cores_problem(config), *port_problems(config)]
-    if model_folder is not None:
-        found.append(memory_problem(config, model_folder))
     problems = [problem for problem in found if problem is not None]
     if len(problems) == 1:
         raise StartupError(str(problems[0]))
     if problems:
         lines = "".join(f"\n- {problem}" for problem in problems)
         raise StartupError(f"this machine can't run the cluster as configured:{lines}")
+
+
+def check_memory(config: DeployConfig, model_folder: Path) -> None:
+    """Raise StartupError where the memory is too small; needs the model, so it comes later."""
+    problem = memory_problem(config, model_folder)
+    if problem is not None:
+        raise StartupError(str(problem))
 
 
 def has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:

@@ -56,6 +56,11 @@ class RunState:
         self._prefix = hashlib.sha256(str(self.folder).encode()).hexdigest()[:12]
 
     @property
+    def cores_dir(self) -> Path:
+        """Where workers lease their cores."""
+        return self.folder / "cores"
+
+    @property
     def logs_dir(self) -> Path:
         """Where our own processes log."""
         return self.folder / "logs"
@@ -77,7 +82,7 @@ class RunState:
             if self.folder.exists():
                 self._check_private(self.folder)
                 shutil.rmtree(self.folder)
-            for folder in (self.folder, self.logs_dir, self.ray_dir):
+            for folder in (self.folder, self.cores_dir, self.logs_dir, self.ray_dir):
                 folder.mkdir(mode=0o700)
             run_id = f"{self._prefix}-{secrets.token_hex(8)}"
             me = processes.look_up(os.getpid())
@@ -140,11 +145,12 @@ class RunState:
                 "clear them with `pdserve down`"
             )
 
-    def clear(self, timeout_s: float) -> list[ProcessRef]:
+    def clear(self, timeout_s: float, *, keep_folder: bool = False) -> list[ProcessRef]:
         """End the whole run and remove its folder; return the processes that were ended.
 
         A living launcher is asked first, so that it can stop the rest in order; when this process
-        is the launcher it sweeps what it started. Raises StartupError where a process survives.
+        is the launcher it sweeps what it started. ``keep_folder`` leaves the logs of a failed start
+        to be read; the next run removes them. Raises StartupError where a process survives.
         """
         if not self._parent.exists() and not self._started():
             return []
@@ -154,7 +160,7 @@ class RunState:
         ended = self._stop_launcher(timeout_s)
         with locks.locked(self._lock_path, timeout_s=_LOCK_S):
             ended += self._sweep(deadline)
-            if self.folder.exists():
+            if self.folder.exists() and not keep_folder:
                 self._check_private(self.folder)
                 shutil.rmtree(self.folder)
         return ended

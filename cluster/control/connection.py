@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 import grpc
 import grpc.aio
 
-from cluster.errors import PdserveError
 from cluster.wire.control_pb2_grpc import ControlStub
 
 if TYPE_CHECKING:
@@ -71,20 +70,20 @@ class StreamEvents(Protocol[Sent, Down]):
 class Connection(Generic[Up, Down]):
     """Keeps one bidirectional stream open until ``stop``; what is sent while it is away is lost.
 
-    Owners say again in ``on_dialled`` what must not be lost.
+    Owners say again in ``on_dialled`` what must not be lost. ``pick`` names the method.
     """
 
     def __init__(
         self,
         address: str,
-        open_stream: Callable[[ControlStub], Any],
+        pick: Callable[[ControlStub], Callable[[], Any]],
         *,
         events: StreamEvents[Up, Down],
         name: str,
         backoff: Backoff | None = None,
     ) -> None:
         self._address = address
-        self._open_stream = open_stream
+        self._pick = pick
         self._events = events
         self._name = name
         self._backoff = backoff or Backoff()
@@ -132,7 +131,7 @@ class Connection(Generic[Up, Down]):
         was_heard = is_over = False
         outgoing: asyncio.Queue[Up | None] = asyncio.Queue()
         async with grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel:
-            call = self._open_stream(ControlStub(channel))
+            call = self._pick(ControlStub(channel))()
             writer = asyncio.get_running_loop().create_task(_write(call, outgoing))
             self._outgoing = outgoing
             self._events.on_dialled(outgoing.put_nowait)
@@ -142,8 +141,9 @@ class Connection(Generic[Up, Down]):
                     self._events.on_message(message)
             except grpc.aio.AioRpcError as error:
                 logger.debug("stream=%s %s %s", self._name, error.code(), error.details())
-            except (PdserveError, ValueError) as error:
-                logger.error("stream=%s sent what cannot be read: %s", self._name, error)
+            except Exception:
+                # Ours or theirs, a message that cannot be taken must not end the reconnecting.
+                logger.exception("stream=%s failed on a message", self._name)
             finally:
                 self._outgoing = None
                 is_over = writer.done() and not writer.cancelled() and writer.result()

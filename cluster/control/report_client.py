@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from cluster.control import connection, convert
 from cluster.errors import StartupError
@@ -62,7 +62,7 @@ class ReportClient:
         self._timing = timing or ReportTiming()
         self._stream: connection.Connection[pb.WorkerFact, pb.Directive] = connection.Connection(
             address,
-            lambda stub: stub.Report,
+            lambda stub: cast("Callable[[], object]", stub.Report),
             events=self,
             name="report",
             backoff=self._timing.backoff,

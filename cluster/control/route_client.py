@@ -16,7 +16,7 @@ import asyncio
 import itertools
 import logging
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from cluster.control import connection, convert
 from cluster.control.facts import ClusterView, Grant, Reject, Want
@@ -84,7 +84,7 @@ class RouteClient:
         self._stream: connection.Connection[pb.RouterFact, pb.RouteDecision] = (
             connection.Connection(
                 address,
-                lambda stub: stub.Route,
+                lambda stub: cast("Callable[[], object]", stub.Route),
                 events=self,
                 name=f"route:{router_id}",
                 backoff=self._timing.backoff,

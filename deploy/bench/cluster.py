@@ -22,14 +22,17 @@ from cluster.errors import StartupError
 from deploy.run_state import RunState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from typing import IO
 
     from cluster.config import DeployConfig
 
+PDSERVE = (sys.executable, "-u", "-m", "deploy.cli")
 _CONFIGS = Path(__file__).parents[1] / "configs"
 _READY = "serving;"
 """How the line begins that ``pdserve serve`` prints when it has proved itself."""
+_REASON = "pdserve: "
+"""How the line begins in which the command says why it ended."""
 _READY_TIMEOUT_S = 240.0
 _STOP_TIMEOUT_S = 20.0
 _CLEAR_TIMEOUT_S = 10.0
@@ -76,7 +79,7 @@ class BenchCluster:
 
 
 @contextlib.contextmanager
-def running(config: DeployConfig) -> Iterator[BenchCluster]:
+def running(config: DeployConfig, *, command: Sequence[str] = PDSERVE) -> Iterator[BenchCluster]:
     """Run a cluster for the time of a ``with``; raises StartupError with its last words.
 
     However the ``with`` is left, the cluster is stopped and what remains of it cleared; a second
@@ -87,7 +90,7 @@ def running(config: DeployConfig) -> Iterator[BenchCluster]:
         path = Path(folder) / "deploy.yaml"
         path.write_text(yaml.safe_dump(deploy_config.to_tree(config)), encoding="utf-8")
         process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "deploy.cli", "serve", "--config", str(path)],
+            [*command, "serve", "--config", str(path)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -116,8 +119,9 @@ def _wait_ready(process: subprocess.Popen[str]) -> None:
         raise StartupError(f"the cluster was not ready after {_READY_TIMEOUT_S:.0f} s")
     if not any(line.startswith(_READY) for line in lines):
         reader.join(_STOP_TIMEOUT_S)
-        reasons = [line.strip() for line in lines if line.startswith("pdserve:")]
-        raise StartupError((reasons or [*lines, "it said nothing"])[-1].strip())
+        reasons = [line for line in lines if line.startswith(_REASON)]
+        reason = (reasons or [*lines, "it said nothing"])[-1]
+        raise StartupError(f"the cluster ended: {reason.removeprefix(_REASON).strip()}")
 
 
 def _read(output: IO[str], lines: deque[str], is_told: threading.Event) -> None:

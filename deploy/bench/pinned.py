@@ -9,6 +9,7 @@ parent.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -61,17 +62,15 @@ class PinnedChild:
         trace: TracebackType | None,
     ) -> None:
         """End the child; it is asked first unless something went wrong."""
-        if kind is None:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            try:
-                self._process.wait(_END_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-        else:
-            self._process.kill()
-        self._process.wait()
+        assert self._process.stdin is not None
         assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended, and a message never arrived
+            self._process.stdin.close()
+        try:
+            self._process.wait(_END_S if kind is None else 0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
         self._process.stdout.close()
         self._log.close()
 

@@ -33,7 +33,7 @@ def make_config(**changes):
 
 
 @pytest.fixture
-def run(tmp_path):
+def state(tmp_path):
     return RunState(8002, root=tmp_path)
 
 
@@ -51,11 +51,12 @@ def model(tmp_path):
     return folder
 
 
-def test_a_fit_machine_passes(run, model):
-    machine.check_machine(make_config(), run=run, model_folder=model)
+def test_a_fit_machine_passes(state, model):
+    machine.check_machine(make_config(), state=state)
+    machine.check_memory(make_config(), model)
 
 
-def test_a_taken_port_is_named_with_its_holder_and_key(run):
+def test_a_taken_port_is_named_with_its_holder_and_key(state):
     with contextlib.closing(socket.socket()) as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
@@ -66,7 +67,7 @@ def test_a_taken_port_is_named_with_its_holder_and_key(run):
             rf"port {port} \(endpoints.grpc_port\) is taken by {me} \(pid {os.getpid()}\).*--set"
         )
         with pytest.raises(StartupError, match=expected):
-            machine.check_machine(config, run=run)
+            machine.check_machine(config, state=state)
 
 
 def test_a_port_taken_on_all_interfaces_with_reuseport_is_found():
@@ -100,28 +101,28 @@ def test_a_host_that_is_not_here_is_refused(host, reason):
     assert reason in str(machine.port_problem(host, 8000, "k"))
 
 
-def test_cores_that_do_not_exist_are_named(run):
+def test_cores_that_do_not_exist_are_named(state):
     pools = [{"name": "m", "role": "mixed", "cores": [min(os.sched_getaffinity(0)), 4095]}]
     with pytest.raises(StartupError, match=r"pools\.m\.cores: .* no core 4095: choose from"):
-        machine.check_machine(make_config(pools=pools), run=run)
+        machine.check_machine(make_config(pools=pools), state=state)
 
 
-def test_several_problems_are_told_together(run):
+def test_several_problems_are_told_together(state):
     pools = [{"name": "m", "role": "mixed", "cores": [4095]}]
     config = make_config(pools=pools, endpoints={"host": "192.0.2.1"})
     with pytest.raises(StartupError, match=r"(?s)- pools\.m\.cores.*- endpoints\.host"):
-        machine.check_machine(config, run=run)
+        machine.check_machine(config, state=state)
 
 
-def test_leftovers_are_told_alone(run, monkeypatch):
+def test_leftovers_are_told_alone(state, monkeypatch):
     for name in ("PDSERVE_RUN_ID", "SPT_NOENV"):
         monkeypatch.setenv(name, "")
-    run.begin({})
+    state.begin({})
     with subprocess.Popen(["sleep", "600"]) as child:
         with pytest.raises(StartupError, match="running already"):
-            machine.check_machine(make_config(endpoints={"host": "192.0.2.1"}), run=run)
+            machine.check_machine(make_config(endpoints={"host": "192.0.2.1"}), state=state)
         child.kill()
-    run.clear(1)
+    state.clear(1)
 
 
 def test_the_estimate_counts_weights_kv_and_fixed_parts(model):
@@ -144,10 +145,10 @@ def test_a_gpu_takes_weights_and_kv_off_the_host(model):
     assert machine.estimate_bytes(config, model) == (1500 + 200 + 120 + 800) * MIB
 
 
-def test_too_little_memory_is_refused_with_both_numbers(run, model, monkeypatch):
+def test_too_little_memory_is_refused_with_both_numbers(model, monkeypatch):
     monkeypatch.setattr(machine, "available_bytes", lambda: 100 * MIB)
     with pytest.raises(StartupError, match=r"about \d+ MiB of memory, 100 MiB.*kv_tokens"):
-        machine.check_machine(make_config(), run=run, model_folder=model)
+        machine.check_memory(make_config(), model)
 
 
 def test_a_models_older_words_are_understood(model):

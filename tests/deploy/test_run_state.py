@@ -203,6 +203,16 @@ def test_a_new_run_starts_from_an_empty_folder(begin, state):
     assert state.folder.stat().st_mode & 0o777 == 0o700
 
 
+def test_logs_of_a_failed_start_can_be_kept(start, state):
+    tree = start()
+    kill(tree)
+    (state.logs_dir / "worker.log").touch()
+    state.clear(4, keep_folder=True)
+    assert alive(tree.pids) == []
+    assert (state.logs_dir / "worker.log").exists()
+    state.check_free()
+
+
 def test_clear_with_nothing_there_does_nothing(state):
     assert state.clear(1) == []
 

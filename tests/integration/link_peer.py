@@ -1,4 +1,4 @@
-"""One end of a link in a process of its own, for tests: ``receive`` or ``send ADDRESS``.
+"""One end of a link in a process of its own: ``receive``, ``send ADDRESS`` or ``leave ADDRESS``.
 
 Says on stdout, a line each, what it did; reads on stdin what the test lets it do.
 """
@@ -142,6 +142,24 @@ async def send(address: str) -> None:
     await link.send_export(make_manifest(64, "h"), gather)
 
 
+async def leave(address: str) -> None:
+    """Close a link whose thread is blocked in a transfer that nobody receives."""
+    dialer = make_dialer(Sender(), TransferLimits(floor_s=300))
+    link = await dialer.link_to(Peer(worker_id="d", incarnation="d-1", address=address), 20)
+    export = make_export(40, seed=1)
+
+    def gather(start: int, num_blocks: int, out_B: torch.Tensor) -> None:
+        out_B.copy_(export[start : start + num_blocks].view(-1))
+
+    sending = asyncio.create_task(link.send_export(make_manifest(40, "h"), gather))
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
+    link.close("leaving")
+    (error,) = await asyncio.gather(sending, return_exceptions=True)
+    say(f"failed {type(error).__name__}")
+    await dialer.close()
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    asyncio.run(receive() if sys.argv[1] == "receive" else send(sys.argv[2]))
+    roles = {"receive": receive, "send": send, "leave": leave}
+    asyncio.run(roles[sys.argv[1]](*sys.argv[2:]))

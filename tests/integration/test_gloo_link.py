@@ -90,6 +90,23 @@ async def start_peer() -> AsyncIterator[StartPeer]:
         await process.communicate()
 
 
+StartListening = Callable[..., Awaitable[Peer]]
+
+
+@pytest.fixture
+async def start_listening() -> AsyncIterator[StartListening]:
+    servers = []
+
+    async def start(half: Half) -> Peer:
+        server, me = await listen(half, TransferLimits())
+        servers.append(server)
+        return me
+
+    yield start
+    for server in servers:
+        await server.stop(None)
+
+
 class Half:
     """The test's own end."""
 
@@ -176,7 +193,9 @@ async def test_a_receiver_killed_in_mid_transfer_is_found_at_once(start_peer: St
     await dialer.close()
 
 
-async def test_a_sender_killed_in_mid_transfer_is_found_at_once(start_peer: StartPeer):
+async def test_a_sender_killed_in_mid_transfer_is_found_at_once(
+    start_peer: StartPeer, start_listening: StartListening
+):
     class Waiting(Half):
         def on_signal(self, link: Link, message: object) -> None:
             self.receiving = asyncio.create_task(receiver.receive(link, make_cut()))
@@ -187,7 +206,7 @@ async def test_a_sender_killed_in_mid_transfer_is_found_at_once(start_peer: Star
         return manifest.cut(32 * manifest.block_bytes)
 
     receiver, half = Receiver(), Waiting()
-    server, me = await listen(half, TransferLimits())
+    me = await start_listening(half)
     peer = await start_peer("send", me.address)
     assert await peer.line() == "stuck"
     await half.until(lambda: len(half.messages) == 1)
@@ -198,7 +217,21 @@ async def test_a_sender_killed_in_mid_transfer_is_found_at_once(start_peer: Star
         await half.receiving
     assert time.monotonic() - before < 5
     await half.until(lambda: len(half.lost) == 1)
-    await server.stop(None)
+
+
+async def test_a_blocked_transfer_does_not_keep_a_process_from_ending(
+    start_peer: StartPeer, start_listening: StartListening
+):
+    half = Half()
+    me = await start_listening(half)
+    peer = await start_peer("leave", me.address)
+    await half.until(lambda: len(half.messages) == 1)  # its manifest: nobody will receive it
+    assert peer.process.stdin is not None
+    peer.process.stdin.write(b"\n")
+    assert {await peer.line(), await peer.line()} == {"lost leaving", "failed PeerLost"}
+    async with asyncio.timeout(10):
+        assert await peer.process.wait() == 0
+    await half.until(lambda: len(half.lost) == 1)
 
 
 async def test_a_receiver_that_stops_answering_is_found_by_the_timeout(start_peer: StartPeer):

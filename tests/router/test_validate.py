@@ -12,7 +12,14 @@ from cluster.wire import public_v1_pb2 as pb
 from cluster.wire import public_v1_pb2_grpc as pb_grpc
 from router.api import build_api
 from router.grpc_api import GrpcDoor
-from tests.router.fakes import EOS_ID, VOCAB_SIZE, FakeCluster, assert_conserved, make_router, speaks
+from tests.router.fakes import (
+    EOS_ID,
+    VOCAB_SIZE,
+    FakeCluster,
+    assert_conserved,
+    make_router,
+    speaks,
+)
 
 INF, NAN = float("inf"), float("nan")
 ROOM = 64 - len(b"hello")  # the context, less the prompt

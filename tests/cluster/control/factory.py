@@ -15,9 +15,7 @@ class FakeClock:
 
 
 def make_config(*pools: PoolConfig, **scheduling: int) -> DeployConfig:
-    config = DeployConfig(
-        pools=pools or two_pools(), scheduling=SchedulingConfig(**scheduling)
-    )
+    config = DeployConfig(pools=pools or two_pools(), scheduling=SchedulingConfig(**scheduling))
     return from_tree(to_tree(config))
 
 

@@ -327,9 +327,7 @@ def test_a_broken_stream_suspects_at_once_and_kills_unless_it_is_back():
 
 def test_a_suspected_worker_makes_requests_wait():
     story = Story()
-    story.planner.worker_stream_lost(
-        "decode-0", story.workers["decode-0"].incarnation, story.now
-    )
+    story.planner.worker_stream_lost("decode-0", story.workers["decode-0"].incarnation, story.now)
     assert story.want() == []
 
 

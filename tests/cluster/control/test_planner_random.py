@@ -40,9 +40,7 @@ class SimWorker:
         """What it holds has taken some of its blocks, as prompts arrive and outputs grow."""
         used = sum(rng.randint(0, self.promised[g][1]) for g in self.held)
         free = self.registration.num_blocks - used
-        return make_report(
-            self.registration, *self.held, blocks=BlockCounts(free=free, held=used)
-        )
+        return make_report(self.registration, *self.held, blocks=BlockCounts(free=free, held=used))
 
 
 class World:

@@ -1,0 +1,81 @@
+"""Composes one router: control stream, worker streams, and both doors over one service."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING
+
+from cluster.clock import SystemClock
+from cluster.control.route_client import RouteClient
+from cluster.rpc.client import WorkerClient
+from router.api import build_api
+from router.dispatch import Dispatcher
+from router.grpc_api import GrpcDoor
+from router.legs import Workers
+from router.metrics import RouterMetrics
+from router.served import served_model
+from router.service import Service
+from router.text import TextCodec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cluster.config import DeployConfig
+    from cluster.control.route_client import RouteEvents
+    from cluster.request import Peer
+    from cluster.rpc.client import LegEvents
+
+
+class Ingress:
+    """One router replica. ``api`` is its HTTP door; whoever hosts it serves that.
+
+    ``start`` connects and opens the gRPC door; ``stop`` is idempotent, and safe after a failed
+    start. Raises StartupError where the model folder can't be read or the port can't be had.
+    """
+
+    def __init__(self, config: DeployConfig, model_path: Path) -> None:
+        model = served_model(
+            model_path,
+            name=config.model.name or model_path.name,
+            max_model_len=config.model.max_model_len,
+        )
+        endpoints = config.endpoints
+        control_address = f"{endpoints.host}:{endpoints.control_port}"
+        incarnation = uuid.uuid4().hex
+        router_id = f"router-{incarnation[:8]}"
+        clock = SystemClock()
+
+        def route(events: RouteEvents) -> RouteClient:
+            return RouteClient(
+                control_address,
+                router_id=router_id,
+                incarnation=incarnation,
+                clock=clock,
+                events=events,
+            )
+
+        def connect(peer: Peer, events: LegEvents) -> WorkerClient:
+            return WorkerClient(peer, router_id=router_id, incarnation=incarnation, events=events)
+
+        dispatcher = Dispatcher(
+            route=route, workers=Workers(connect), clock=clock, metrics=RouterMetrics()
+        )
+        service = Service(
+            model=model,
+            limits=config.limits,
+            codec=TextCodec.load(model_path, eos_ids=model.eos_ids),
+            dispatcher=dispatcher,
+        )
+        self.api = build_api(service)
+        self._service = service
+        self._grpc = GrpcDoor(service, host=endpoints.host, port=endpoints.grpc_port)
+
+    async def start(self) -> None:
+        """Connect to the control plane and open the gRPC door."""
+        await self._service.start()
+        await self._grpc.start()
+
+    async def stop(self) -> None:
+        """Close the gRPC door and end what still runs."""
+        await self._grpc.stop()
+        await self._service.stop()

@@ -1,0 +1,116 @@
+"""Which benchmarks run where, and what ``pdserve bench`` returns."""
+
+import contextlib
+import json
+
+import pytest
+
+from cluster.errors import ConfigError, StartupError
+from deploy.bench import report, runner
+
+
+def a_row(name: str, *, value: float = 1.0) -> report.Row:
+    bar = report.Bar(subject="value", relation="<=", limit=10.0)
+    return report.row_of(name, "what", "ms", [report.Run(value, 1.0)] * 3, bar)
+
+
+class Stage:
+    """Stands in for everything that measures, and notes what it was asked."""
+
+    def __init__(self, monkeypatch, *, failing: str = "", value: float = 1.0) -> None:
+        self.events: list[str] = []
+        self._failing, self._value = failing, value
+        monkeypatch.setattr(runner, "resolve_model", lambda _path: ("folder", "name"))
+        monkeypatch.setattr(
+            runner, "CORE_BENCHES", tuple((n, self.bench(n)) for n in ("decode-step", "prefill"))
+        )
+        groups = tuple(
+            runner.ClusterBenches(
+                g.title, g.file_name, tuple((n, self.bench(n)) for n, _ in g.benches)
+            )
+            for g in runner.CLUSTER_BENCHES
+        )
+        monkeypatch.setattr(runner, "CLUSTER_BENCHES", groups)
+        monkeypatch.setattr(runner.bench_cluster, "running", self.running)
+
+    def bench(self, name):
+        def measure(*_where):
+            self.events.append(name)
+            if name == self._failing:
+                raise StartupError("no such luck")
+            return [a_row(name, value=self._value)]
+
+        return measure
+
+    @contextlib.contextmanager
+    def running(self, config):
+        self.events.append(f"start {config.pools[0].role.value}")
+        try:
+            yield None
+        finally:
+            self.events.append("stop")
+
+
+def test_an_unknown_name_is_refused_with_the_nearest_before_anything_starts(monkeypatch):
+    stage = Stage(monkeypatch)
+
+    with pytest.raises(
+        ConfigError, match="unknown benchmark 'decodestep'; did you mean 'decode-step'"
+    ):
+        runner.run(["prefill", "decodestep"], json_path=None)
+    with pytest.raises(ConfigError, match="there are: decode-step, prefill, handoff"):
+        runner.run(["xyz"], json_path=None)
+
+    assert stage.events == []
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_starts(monkeypatch, tmp_path):
+    stage = Stage(monkeypatch)
+
+    for path in (tmp_path, tmp_path / "missing" / "out.json"):
+        with pytest.raises(ConfigError, match="cannot be written"):
+            runner.run([], json_path=path)
+
+    assert stage.events == []
+
+
+def test_benchmarks_share_one_cluster_of_each_kind(monkeypatch):
+    stage = Stage(monkeypatch)
+
+    assert runner.run([], json_path=None) == 0
+
+    assert stage.events == [
+        "decode-step", "prefill",
+        "start prefill", "handoff", "overhead", "isolation", "stop",
+        "start mixed", "isolation", "stop",
+    ]  # fmt: skip
+
+
+def test_only_what_is_named_is_started(monkeypatch):
+    stage = Stage(monkeypatch)
+
+    runner.run(["handoff"], json_path=None)
+
+    assert stage.events == ["start prefill", "handoff", "stop"]
+
+
+def test_a_bar_that_is_not_held_is_a_result_and_no_failure(monkeypatch, tmp_path, capsys):
+    Stage(monkeypatch, value=99.0)
+    path = tmp_path / "out.json"
+
+    assert runner.run(["prefill"], json_path=path) == 0
+
+    (found,) = json.loads(path.read_text())
+    assert found["holds"] is False
+    assert "UTC" in capsys.readouterr().out.splitlines()[0]
+
+
+def test_a_benchmark_that_fails_does_not_stop_the_others(monkeypatch, tmp_path, capsys):
+    stage = Stage(monkeypatch, failing="handoff")
+    path = tmp_path / "out.json"
+
+    assert runner.run(["handoff", "overhead"], json_path=path) == 1
+
+    assert stage.events == ["start prefill", "handoff", "overhead", "stop"]
+    assert [row["name"] for row in json.loads(path.read_text())] == ["overhead"]
+    assert "handoff failed: no such luck" in capsys.readouterr().err
