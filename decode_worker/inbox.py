@@ -281,11 +281,19 @@ class Inbox:
         try:
             await link.recv_import(manifest, scatter, timeout_s=None)
         except PdserveError as error:
-            if entry is not None and entry.state is HandoffState.SENDING:
-                self._end(entry, AbortCause.FAULT, error, tells=True)
+            self._receive_failed(entry, error)
+            return
+        except Exception as error:
+            logger.exception("handoff=%s blocks not written", manifest.handoff_id)
+            failed = HandoffFailed(f"blocks not written: {type(error).__name__}", stage="handoff")
+            self._receive_failed(entry, failed)
             return
         if entry is not None and entry.state is HandoffState.SENDING:
             self._commit(link, entry, manifest)
+
+    def _receive_failed(self, entry: _Import | None, error: PdserveError) -> None:
+        if entry is not None and entry.state is HandoffState.SENDING:
+            self._end(entry, AbortCause.FAULT, error, tells=True)
 
     def _scatter(
         self,

@@ -8,63 +8,76 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ray import serve
+
 from cluster import config as deploy_config
 from deploy.control_actor import ControlReplica
 from deploy.worker_actor import WorkerReplica
 from router.serve_app import RouterReplica
 
 if TYPE_CHECKING:
-    from ray.serve import Application
+    from collections.abc import Callable
+
+    from ray.serve import Application, Deployment
 
     from cluster.config import DeployConfig, PoolConfig
 
 APP_NAME = "pdserve"
-_HEALTH = {"health_check_period_s": 1.0, "health_check_timeout_s": 10.0}
 
 
 def build(args: dict[str, Any]) -> Application:
     """Return the application that ``serve_config`` describes."""
     tree, folder, cores_dir = args["config"], args["model_path"], args["cores_dir"]
     config = deploy_config.from_tree(tree)
-    control = ControlReplica.options(
-        name="control",
-        num_replicas=1,
-        # The control plane's port is fixed, so it has to be where clients look for it.
-        ray_actor_options={"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}},
-        graceful_shutdown_timeout_s=2.0,
-        **_HEALTH,
-    ).bind(tree)
-    pools = [_pool(pool, tree, folder, cores_dir) for pool in config.pools]
-    return RouterReplica.options(  # type: ignore[no-any-return]
-        name="router",
-        num_replicas=config.router.replicas,
+    # The control plane's port is fixed, so it has to be where clients look for it.
+    on_head = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}
+    control = _deployment(ControlReplica, "control", 1, on_head).bind(tree)
+    pools = [
+        _deployment(WorkerReplica, pool.name, pool.count, _actor_options(pool)).bind(
+            tree, pool.name, folder, cores_dir
+        )
+        for pool in config.pools
+    ]
+    router = _deployment(
+        RouterReplica,
+        "router",
+        config.router.replicas,
+        {"num_cpus": 0},
         max_ongoing_requests=_ongoing(config),
-        ray_actor_options={"num_cpus": 0},
+    )
+    return router.bind(tree, folder, control, *pools)
+
+
+def _deployment(
+    replica: Callable[..., Any],
+    name: str,
+    count: int,
+    actor_options: dict[str, Any],
+    **options: Any,
+) -> Deployment:
+    deploy: Callable[..., Deployment] = serve.deployment(
+        name=name,
+        num_replicas=count,
+        ray_actor_options=actor_options,
+        # A start that fails is told at once; one that fails after a crash is tried for ever.
+        max_constructor_retry_count=1,
+        health_check_period_s=1.0,
+        health_check_timeout_s=10.0,
         graceful_shutdown_timeout_s=2.0,
-        **_HEALTH,
-    ).bind(tree, folder, control, *pools)
+        **options,
+    )
+    return deploy(replica)
+
+
+def _actor_options(pool: PoolConfig) -> dict[str, Any]:
+    """Return what Ray places a worker by; cores are leased, since a trial may share them."""
+    return {"num_cpus": 0, "num_gpus": pool.gpus_per_worker}
 
 
 def _ongoing(config: DeployConfig) -> int:
     """Return the calls that one ingress replica may hold: the queue, and everything that runs."""
     running = sum(pool.count * pool.max_num_seqs for pool in config.pools)
     return 2 * (config.scheduling.max_queue_requests + running)
-
-
-def _pool(pool: PoolConfig, tree: dict[str, Any], folder: str, cores_dir: str) -> Application:
-    return WorkerReplica.options(  # type: ignore[no-any-return]
-        name=pool.name,
-        num_replicas=pool.count,
-        max_constructor_retry_count=1,
-        ray_actor_options={
-            # Cores are pinned by lease, not counted by Ray: a trial may share them on purpose.
-            "num_cpus": 0,
-            "num_gpus": pool.gpus_per_worker,
-            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(pool.cores_per_worker)}},
-        },
-        graceful_shutdown_timeout_s=2.0,
-        **_HEALTH,
-    ).bind(tree, pool.name, folder, cores_dir)
 
 
 def serve_config(config: DeployConfig, *, model_path: str, cores_dir: str) -> dict[str, Any]:

@@ -69,7 +69,7 @@ class Client:
         except grpc.RpcError as error:
             raise _typed(error) from error
         finally:
-            call.cancel()
+            call.cancel()  # type: ignore[no-untyped-call]
 
     def cancel(self, request_id: str, *, timeout_s: float = 5.0) -> bool:
         """Stop a running request by the id its first message carried; False: it wasn't running."""

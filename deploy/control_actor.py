@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from ray import serve
-
 from cluster import config as deploy_config
 from cluster.clock import SystemClock
 from cluster.control.server import ControlServer
 
 
-@serve.deployment
 class ControlReplica:
     """Hosts one ``ControlServer`` on the fixed control port."""
 
-    async def __init__(self, tree: dict[str, Any]) -> None:
+    async def __init__(self, tree: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
         config = deploy_config.from_tree(tree)
         self._server = ControlServer(config, SystemClock())
         await self._server.start(config.endpoints.host, config.endpoints.control_port)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
@@ -55,13 +56,20 @@ class InlineHost:
 
     def _run(self) -> None:
         try:
-            asyncio.run(self._serve())
+            asyncio.run(self._run_and_collect())
         except PdserveError as error:
             self._failure = StartupError(error.message)
         except Exception as error:
             self._failure = StartupError(f"the cluster ended: {error!r}")
         finally:
             self._started.set()
+
+    async def _run_and_collect(self) -> None:
+        try:
+            await self._serve()
+        finally:
+            # grpc.aio servers say their last word to the loop when they are collected.
+            gc.collect()
 
     async def _serve(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
@@ -92,7 +100,8 @@ class InlineHost:
             faults = [worker.fault for worker in workers]
             self._started.set()
             stopped = asyncio.create_task(self._stop.wait())
-            await asyncio.wait({stopped, door, *faults}, return_when=asyncio.FIRST_COMPLETED)
+            ends: set[asyncio.Future[Any]] = {stopped, door, *faults}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             server.should_exit = True
             await door
             if any(fault.done() for fault in faults):

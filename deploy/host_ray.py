@@ -49,7 +49,7 @@ class RayHost:
 
         self._is_started = True
         gpus = sum(pool.gpus_per_worker * pool.count for pool in self._config.pools)
-        context = ray.init(
+        context: Any = ray.init(
             address="local",
             include_dashboard=False,
             num_cpus=os.cpu_count(),
@@ -66,7 +66,7 @@ class RayHost:
             self._config, model_path=str(self._model_path), cores_dir=str(self._state.cores_dir)
         )
         serve.start(proxy_location="HeadOnly", http_options=tree["http_options"])
-        client = _get_global_client()
+        client: Any = _get_global_client()
         client.deploy_apps(ServeDeploySchema.model_validate(tree))
 
     def failure(self) -> StartupError | None:
@@ -105,7 +105,7 @@ def _shut_down() -> Any:
     import ray
     from ray import serve
 
-    serve.shutdown()
+    serve.shutdown()  # type: ignore[no-untyped-call]
     ray.shutdown()
 
 

@@ -185,10 +185,8 @@ class Worker:
         if self._dialer is not None:
             await self._dialer.close()
         if self._acceptor is not None:
-            self._acceptor.close()
+            await self._acceptor.close()
         await self._server.stop(1.0)
-        if self._acceptor is not None:
-            await self._acceptor.wait_closed()
         if self._ticker is not None:
             self._ticker.cancel()
             with contextlib.suppress(asyncio.CancelledError):

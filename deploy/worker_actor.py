@@ -8,8 +8,6 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ray import serve
-
 from cluster import config as deploy_config
 from cluster.errors import EngineFault
 from deploy import cores
@@ -21,11 +19,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@serve.deployment
 class WorkerReplica:
     """Hosts one ``Worker``; Serve's calls never reach it, only Serve's health checks do."""
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, tree: dict[str, Any], pool_name: str, model_path: str, cores_dir: str
     ) -> None:
         config = deploy_config.from_tree(tree)

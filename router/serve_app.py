@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 
-@serve.deployment
 @serve.ingress()
 class RouterReplica:
     """One router replica: HTTP through Serve's proxy, gRPC through a door of its own.
@@ -23,7 +22,9 @@ class RouterReplica:
     app; nothing is ever called through them.
     """
 
-    async def __init__(self, tree: dict[str, Any], model_path: str, *deployments: Any) -> None:
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, tree: dict[str, Any], model_path: str, *deployments: Any
+    ) -> None:
         self._ingress = Ingress(deploy_config.from_tree(tree), Path(model_path))
         await self._ingress.start()
 

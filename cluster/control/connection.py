@@ -89,6 +89,7 @@ class Connection(Generic[Up, Down]):
         self._backoff = backoff or Backoff()
         self._outgoing: asyncio.Queue[Up | None] | None = None
         self._task: asyncio.Task[None] | None = None
+        self._is_stopping = False
 
     def start(self) -> None:
         """Dial, and go on dialling, in the background."""
@@ -107,18 +108,18 @@ class Connection(Generic[Up, Down]):
         task, self._task = self._task, None
         if task is None:
             return
+        self._is_stopping = True
         if self._outgoing is not None:
             self._outgoing.put_nowait(None)
             await asyncio.wait([task], timeout=flush_s)
         task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        await asyncio.wait({task})
 
     async def _keep(self) -> None:
         num_failures = 0
         while True:
-            was_heard, is_over = await self._one_stream()
-            if is_over:
+            was_heard = await self._one_stream()
+            if self._is_stopping:
                 return
             num_failures = 1 if was_heard else num_failures + 1
             if num_failures == 1:
@@ -126,9 +127,9 @@ class Connection(Generic[Up, Down]):
             self._events.on_lost(num_failures)
             await asyncio.sleep(self._backoff.wait_s(num_failures))
 
-    async def _one_stream(self) -> tuple[bool, bool]:
-        """Live through one stream; whether the other end spoke, and whether we hung up."""
-        was_heard = is_over = False
+    async def _one_stream(self) -> bool:
+        """Live through one stream; whether the other end spoke."""
+        was_heard = False
         outgoing: asyncio.Queue[Up | None] = asyncio.Queue()
         async with grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel:
             call = self._pick(ControlStub(channel))()
@@ -146,21 +147,17 @@ class Connection(Generic[Up, Down]):
                 logger.exception("stream=%s failed on a message", self._name)
             finally:
                 self._outgoing = None
-                is_over = writer.done() and not writer.cancelled() and writer.result()
                 writer.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await writer
                 call.cancel()
-        return was_heard, is_over
+                # Not ``await writer``: its cancellation could not be told from our own.
+                await asyncio.wait({writer})
+        return was_heard
 
 
-async def _write(call: Any, outgoing: asyncio.Queue[Any]) -> bool:
-    """Write until the queue says None (True), or until the stream is gone (False)."""
-    try:
+async def _write(call: Any, outgoing: asyncio.Queue[Any]) -> None:
+    """Write until the queue says None, or until the stream is gone."""
+    # The reader sees a loss too, with its reason.
+    with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
         while (message := await outgoing.get()) is not None:
             await call.write(message)
         await call.done_writing()
-    except (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
-        # The reader sees the same loss, with its reason.
-        return False
-    return True

@@ -61,7 +61,7 @@ class Desk(pb_grpc.ControlServicer):
     def push_view(self) -> None:
         """Send the view to whoever follows it."""
         self.has_changed.clear()
-        view = convert.view_to_wire(self._planner.view(self._clock.now()))
+        view = self._view()
         for session in self._routers.values():
             session.put_view(pb.RouteDecision(view=view))
         for watcher in self._watchers:
@@ -86,6 +86,7 @@ class Desk(pb_grpc.ControlServicer):
         session = _RouterSession(router_id, incarnation)
         self._replace(self._routers, session)
         session.put(pb.RouteDecision(welcome=pb.RouterWelcome(term=self._term)))
+        session.put_view(pb.RouteDecision(view=self._view()))
         self._carry_out(self._planner.router_joined(router_id, incarnation, self._clock.now()))
         try:
             await session.serve(
@@ -133,14 +134,14 @@ class Desk(pb_grpc.ControlServicer):
 
     async def GetCluster(self, request: pb.GetClusterRequest, context: Any) -> pb.ClusterView:
         """Answer with the view."""
-        return convert.view_to_wire(self._planner.view(self._clock.now()))
+        return self._view()
 
     async def WatchCluster(
         self, request: pb.GetClusterRequest, context: Any
     ) -> AsyncIterator[pb.ClusterView]:
         """Send the view, and again whenever it changes."""
         watcher: Session[pb.ClusterView] = Session("watcher", "")
-        watcher.put_view(convert.view_to_wire(self._planner.view(self._clock.now())))
+        watcher.put_view(self._view())
         self._watchers.add(watcher)
         try:
             async for view in watcher.messages():
@@ -199,6 +200,9 @@ class Desk(pb_grpc.ControlServicer):
         elif kind == "leave":
             reason = fact.leave.reason[:256]
             self._carry_out(self._planner.worker_left(worker_id, incarnation, reason, now))
+
+    def _view(self) -> pb.ClusterView:
+        return convert.view_to_wire(self._planner.view(self._clock.now()))
 
     # ---- decisions
 

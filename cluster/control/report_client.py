@@ -105,8 +105,7 @@ class ReportClient:
         if self._beats is None:
             return
         self._beats.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._beats
+        await asyncio.wait({self._beats})
         self._beats = None
         if self._is_connected:
             self._send_report()

@@ -64,6 +64,8 @@ def refuse_config(config: Any) -> None:
     name = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name}: encoder-decoder models are not supported")
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedModel(f"{name}: quantised weights are not supported")
     text = config.get_text_config(decoder=True)
     for layer_type in sorted(set(getattr(text, "layer_types", None) or ())):
         if layer_type not in _ATTENTION_TYPES:

@@ -53,7 +53,7 @@ def pack_linears(model: nn.Module) -> int:
 
 def _why_not(linears: list[nn.Linear]) -> str:
     """Return why packing must not be used for these layers, or an empty string."""
-    if not torch._C._has_mkldnn:
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return "no oneDNN in this torch"
     for linear in linears:
         if linear.weight.dtype is not torch.bfloat16 or linear.weight.device.type != "cpu":

@@ -27,7 +27,12 @@ class Errands:
         """Do it soon; it must handle its own errors."""
         task = asyncio.get_running_loop().create_task(errand)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("an errand failed", exc_info=task.exception())
 
     def tell(self, link: Link, message: LinkSignal) -> None:
         """Send a signal behind those before it; on a lost link nobody is left to hear it."""

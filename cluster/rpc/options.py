@@ -12,7 +12,7 @@ _KEEPALIVE = [
     ("grpc.keepalive_time_ms", 2000),
     ("grpc.keepalive_timeout_ms", 2000),
     # Without this a ping may stay unanswered for a minute, whatever the keepalive says.
-    ("grpc.http2.ping_timeout_ms", 2000),
+    ("grpc.http2.ping_timeout_ms", 3000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

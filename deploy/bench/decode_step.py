@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import statistics
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,7 +40,6 @@ class DecodeStepSize:
 def measure(site: Site, size: DecodeStepSize | None = None) -> list[Row]:
     """Return the rows against sdpa, and against the better of sdpa and eager."""
     size = size or DecodeStepSize()
-    bar = site.progress(NAME, size.num_runs + 1, "run")
     arguments = {
         "folder": str(site.folder),
         "dtype": size.dtype.value,
@@ -48,7 +48,10 @@ def measure(site: Site, size: DecodeStepSize | None = None) -> list[Row]:
         "prompt_ids": prompt_ids(size.context, random.Random(0)),
     }
     against_sdpa, against_better = [], []
-    with PinnedChild("deploy.bench.engines", site.core, arguments) as child:
+    with (
+        closing(site.progress(NAME, size.num_runs + 1, "run")) as bar,
+        PinnedChild("deploy.bench.engines", site.core, arguments) as child,
+    ):
         child.ask(do="fill")
         child.ask(do="decode")  # first calls cost more
         bar.update()
@@ -60,7 +63,6 @@ def measure(site: Site, size: DecodeStepSize | None = None) -> list[Row]:
             against_sdpa.append(Run(rate["ours"], rate["sdpa"]))
             against_better.append(Run(rate["ours"], max(rate["sdpa"], rate["eager"])))
             bar.update()
-    bar.close()
     shape = f"{size.num_seqs} sequences at context {size.context}, one core, {size.dtype.value}"
     return [
         row_of(NAME, f"{shape}, vs sdpa", "tok/s", against_sdpa, _BAR_SDPA),

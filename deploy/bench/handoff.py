@@ -8,11 +8,14 @@ the same bytes, between two processes on the same two cores, in the pauses betwe
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cluster.config import Role
 from cluster.errors import HandoffFailed
 from cluster.wire import public_v1_pb2 as pb
 from deploy.bench.gloo_pair import gloo_pair
@@ -42,11 +45,14 @@ class HandoffSize:
 def measure(site: Site, doors: Doors, size: HandoffSize | None = None) -> list[Row]:
     """Return the one row; raises HandoffFailed where other bytes moved than should have."""
     size = size or HandoffSize()
-    bar = site.progress(NAME, size.num_runs * size.num_requests, "request")
     draw = random.Random(1)
-    cores = (_core(doors, 0), _core(doors, -1))
+    cores = [_core(doors, role) for role in (Role.PREFILL, Role.DECODE)]
     runs = []
-    with gloo_pair(size.num_bytes, *cores) as pair, Client(doors.grpc) as client:
+    with (
+        closing(site.progress(NAME, size.num_runs * size.num_requests, "request")) as bar,
+        gloo_pair(size.num_bytes, *cores) as pair,
+        Client(doors.grpc) as client,
+    ):
         pair.transfer(_WARM_UPS)
         for _ in range(_WARM_UPS):
             _exposed_s(client, draw, size)
@@ -57,15 +63,14 @@ def measure(site: Site, doors: Doors, size: HandoffSize | None = None) -> list[R
                 raw.extend(pair.transfer(1))
                 bar.update()
             runs.append(Run(statistics.median(ours) * 1e3, statistics.median(raw) * 1e3))
-    bar.close()
     what = f"exposed for {size.num_tokens} tokens, {size.num_bytes / 1e6:.1f} MB, vs raw Gloo"
     return [row_of(NAME, what, "ms", runs, _BAR)]
 
 
-def _core(doors: Doors, pool: int) -> int:
-    """Return the first core of the pool that sends (0) or receives (-1)."""
-    cores = doors.config.pools[pool].cores
-    return cores[0] if cores else 0
+def _core(doors: Doors, role: Role) -> int:
+    """Return the core of a pool's first worker; any core where the pool is not pinned."""
+    cores = next(pool.cores for pool in doors.config.pools if pool.role is role)
+    return cores[0] if cores else min(os.sched_getaffinity(0))
 
 
 def _exposed_s(client: Client, draw: random.Random, size: HandoffSize) -> float:

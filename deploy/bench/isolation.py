@@ -79,15 +79,14 @@ def measure_colocated(site: Site, doors: Doors, size: IsolationSize | None = Non
 def _measure(
     site: Site, doors: Doors, title: str, held: Bar | None, size: IsolationSize
 ) -> list[Row]:
-    bar = site.progress(f"{NAME}, {title}", size.num_runs, "run")
     draw = random.Random(2)
     runs, num_prompts = [], 0
-    for _ in range(size.num_runs):
-        run, prompts = _run(doors, size, draw)
-        runs.append(run)
-        num_prompts += prompts
-        bar.update()
-    bar.close()
+    with contextlib.closing(site.progress(f"{NAME}, {title}", size.num_runs, "run")) as bar:
+        for _ in range(size.num_runs):
+            run, prompts = _run(doors, size, draw)
+            runs.append(run)
+            num_prompts += prompts
+            bar.update()
     what = (
         f"{title}: gap p99 of {size.num_streams} streams beside {num_prompts} prompts of "
         f"{size.prompt_tokens} tokens, vs undisturbed median"

@@ -13,6 +13,7 @@ import itertools
 import json
 import statistics
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -66,10 +67,13 @@ class FirstToken:
 def measure(site: Site, doors: Doors, size: OverheadSize | None = None) -> list[Row]:
     """Return a row for each door."""
     size = size or OverheadSize()
-    bar = site.progress(NAME, size.num_runs * size.num_requests, "pair")
     numbers = itertools.count()
     runs: dict[str, list[Run]] = {"gRPC": [], "HTTP": []}
-    with Client(doors.grpc) as client, httpx.Client(timeout=_TIMEOUT_S) as http:
+    with (
+        closing(site.progress(NAME, size.num_runs * size.num_requests, "pair")) as bar,
+        Client(doors.grpc) as client,
+        httpx.Client(timeout=_TIMEOUT_S) as http,
+    ):
         ask = {
             "gRPC": lambda: _over_grpc(client, next(numbers)),
             "HTTP": lambda: _over_http(http, doors.http, next(numbers)),
@@ -85,7 +89,6 @@ def measure(site: Site, doors: Doors, size: OverheadSize | None = None) -> list[
                 bar.update()
             for door, found in seen.items():
                 runs[door].append(_run(found))
-    bar.close()
     return [
         row_of(NAME, f"added to the first token over {door}, vs prefill itself", "ms", done, _BAR)
         for door, done in runs.items()

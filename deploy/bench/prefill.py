@@ -7,6 +7,7 @@ each engine.
 from __future__ import annotations
 
 import random
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,6 @@ class PrefillSize:
 def measure(site: Site, size: PrefillSize | None = None) -> list[Row]:
     """Return the one row: tokens by second."""
     size = size or PrefillSize()
-    bar = site.progress(NAME, size.num_runs + 1, "run")
     arguments = {
         "folder": str(site.folder),
         "dtype": size.dtype.value,
@@ -43,13 +43,15 @@ def measure(site: Site, size: PrefillSize | None = None) -> list[Row]:
         "prompt_ids": prompt_ids(size.num_tokens, random.Random(0)),
     }
     runs = []
-    with PinnedChild("deploy.bench.engines", site.core, arguments) as child:
+    with (
+        closing(site.progress(NAME, size.num_runs + 1, "run")) as bar,
+        PinnedChild("deploy.bench.engines", site.core, arguments) as child,
+    ):
         child.ask(do="prefill")  # first calls cost more
         bar.update()
         for _ in range(size.num_runs):
             seconds = child.ask(do="prefill")
             runs.append(Run(size.num_tokens / seconds["ours"], size.num_tokens / seconds["sdpa"]))
             bar.update()
-    bar.close()
     what = f"{size.num_tokens} tokens, one core, {size.dtype.value}, vs sdpa"
     return [row_of(NAME, what, "tok/s", runs, _BAR)]

@@ -54,8 +54,8 @@ class FakeDoors:
     def __post_init__(self) -> None:
         self.config = DeployConfig(
             pools=(
-                PoolConfig(name="prefill", role=Role.PREFILL),
-                PoolConfig(name="decode", role=Role.DECODE),
+                PoolConfig(name="prefill", role=Role.PREFILL, cores=(0,)),
+                PoolConfig(name="decode", role=Role.DECODE, cores=(1,)),
             )
         )
         self.lock = threading.Lock()

@@ -43,7 +43,7 @@ def test_handoff_reads_the_exposed_transfer_of_the_right_bytes(tmp_path, no_gloo
     assert row.reference == pytest.approx(2.0)
     assert row.ratio == pytest.approx(3.0)
     assert row.holds is True
-    assert no_gloo == [(3000, 0, 0)]
+    assert no_gloo == [(3000, 0, 1)]
     assert doors.prompts == [40] * (3 + 3 * 4)
 
 

@@ -12,9 +12,11 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import httpx
 import uvicorn
 import yaml
 
@@ -83,6 +85,14 @@ class PlainCluster:
                 self.start_worker(pool.name, f"{pool.name}-{index}")
         for worker_id in self.workers:
             self.wait_ready(worker_id)
+        self.wait_served()
+
+    def wait_served(self, timeout_s: float = 30) -> None:
+        """Wait until the router has heard of the workers: its view is pushed, not asked for."""
+        until = time.monotonic() + timeout_s
+        while httpx.get(f"{self.http}/health/ready").status_code != 200:
+            assert time.monotonic() < until, "the router is not ready"
+            time.sleep(0.05)
 
     def start_worker(self, pool: str, worker_id: str) -> None:
         """Start one worker process; ``wait_ready`` waits for it."""

@@ -17,7 +17,7 @@ import pytest
 
 from cluster.handoff import Commit
 from cluster.request import Peer
-from cluster.transport.base import TransferTimeout, TransportError
+from cluster.transport.base import TransportError
 from cluster.transport.staging import TransferLimits
 from tests.integration.link_peer import (
     Receiver,
@@ -234,12 +234,12 @@ async def test_a_blocked_transfer_does_not_keep_a_process_from_ending(
     await half.until(lambda: len(half.lost) == 1)
 
 
-async def test_a_receiver_that_stops_answering_is_found_by_the_timeout(start_peer: StartPeer):
+async def test_a_receiver_that_stops_answering_is_found_in_mid_transfer(start_peer: StartPeer):
     peer, half = await start_peer("receive"), Half()
     link, dialer = await link_to_process(peer, half, TransferLimits(floor_s=1.0))
     peer.freeze()
     before = time.monotonic()
-    with pytest.raises(TransferTimeout):
+    with pytest.raises(TransportError):  # the transfer's timeout, or the ping's if it is first
         await link.send_export(make_manifest(40, "h"), gather_from(make_export(40, seed=1)))
     assert time.monotonic() - before < 5
     await half.until(lambda: len(half.lost) == 1)

@@ -140,14 +140,14 @@ class Pair:
 
 
 async def start_worker(config_path: Path, model: Path, control: str, pool: str):
-    log = (config_path.parent / f"{pool}.log").open("wb")
-    return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "deploy.worker_main",
-        "--config", str(config_path), "--pool", pool, "--worker-id", f"{pool}-0",
-        "--model-path", str(model), "--control", control,
-        stdout=asyncio.subprocess.PIPE, stderr=log, cwd=REPO,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    with (config_path.parent / f"{pool}.log").open("wb") as log:
+        return await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "deploy.worker_main",
+            "--config", str(config_path), "--pool", pool, "--worker-id", f"{pool}-0",
+            "--model-path", str(model), "--control", control,
+            stdout=asyncio.subprocess.PIPE, stderr=log, cwd=REPO,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
 
 
 @contextlib.asynccontextmanager

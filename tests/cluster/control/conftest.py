@@ -32,7 +32,7 @@ BACKOFF = Backoff(first_s=0.01, last_s=0.05)
 
 async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
     async with asyncio.timeout(timeout_s):
-        while not condition():
+        while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
 
@@ -111,7 +111,7 @@ class Cluster:
         router = Router(self.address, name, **timing)
         await router.client.start()
         self._stack.push_async_callback(router.client.stop)
-        await until(lambda: router.client.is_connected)
+        await until(lambda: router.client.is_connected and router.client.view is not None)
         return router
 
     async def worker(self, pool: str, index: int = 0, **changes: object) -> FakeWorker:

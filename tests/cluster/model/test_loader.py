@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from cluster.config import Dtype
 from cluster.errors import StartupError, UnsupportedModel
 from cluster.model import checkpoint, packed
-from cluster.model.loader import load_model, resolve_dtype
+from cluster.model.loader import load_model, probe, resolve_dtype
 from tests.factories_model import EOS_ID, MAX_POSITIONS, VOCAB_SIZE, write_tiny_llama
 
 
@@ -122,6 +122,47 @@ def test_stated_dtypes_are_taken_as_they_are():
     assert resolve_dtype(Dtype.FP32, "cpu") == "fp32"
     assert resolve_dtype(Dtype.BF16, "cpu") == "bf16"
     assert resolve_dtype(Dtype.AUTO, "cpu") in {"fp32", "bf16"}
+
+
+def test_quantised_weights_are_refused(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    edit_config(copy, quantization_config={"quant_method": "gptq", "bits": 4})
+    with pytest.raises(UnsupportedModel, match="quantised"):
+        load_model(copy, dtype=Dtype.FP32, device="cpu")
+
+
+class TokenShift(nn.Module):
+    """Adds to each token its neighbour in the flat batch, as a recurrent layer would."""
+
+    def forward(self, x):
+        return x + x.roll(1, dims=1)
+
+
+def test_a_model_that_mixes_tokens_by_itself_is_refused(folder):
+    model = load_model(folder, dtype=Dtype.FP32, device="cpu").model
+    assert probe(model, "fp32", torch.device("cpu")) == (2, 2, 16)
+    model.model.layers[1].mlp = TokenShift()
+    with pytest.raises(UnsupportedModel, match="llama: mixes tokens"):
+        probe(model, "fp32", torch.device("cpu"))
+
+
+def test_a_model_that_does_not_look_at_positions_is_refused(folder, monkeypatch):
+    model = load_model(folder, dtype=Dtype.FP32, device="cpu").model
+    table = model.model.embed_tokens.weight
+
+    def by_row(ids):
+        return table[ids] + torch.arange(ids.shape[1])[None, :, None]
+
+    monkeypatch.setattr(model.model.embed_tokens, "forward", by_row)
+    with pytest.raises(UnsupportedModel, match="ignores positions"):
+        probe(model, "fp32", torch.device("cpu"))
+
+
+def test_a_model_that_reuses_another_layers_kv_is_refused(folder):
+    model = load_model(folder, dtype=Dtype.FP32, device="cpu").model
+    model.model.layers[1].self_attn.layer_idx = 0
+    with pytest.raises(UnsupportedModel, match="layer 0 attends twice"):
+        probe(model, "fp32", torch.device("cpu"))
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

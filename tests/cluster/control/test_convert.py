@@ -1,0 +1,110 @@
+"""Facts survive the wire, and what no honest peer sends is named."""
+
+import pytest
+
+from cluster.config import Role
+from cluster.control import convert, facts
+from cluster.errors import EngineFault, InvalidRequest, QueueFull
+from cluster.wire import control_pb2 as pb
+from tests.cluster.control.factory import make_pool, make_registration, make_report, make_want
+
+REGISTRATION = make_registration(make_pool("decode", Role.DECODE))
+REPORT = make_report(
+    REGISTRATION,
+    "g1",
+    "g2",
+    transfers=(facts.TransferSample(peer_worker_id="d", num_bytes=3, seconds=0.5),),
+    counters={"tokens_total": 5.0},
+)
+PLACED = facts.Placed(worker_id="w", incarnation="i", address="a", pool="p")
+
+
+def make_grant(**changes):
+    values = {
+        "term": 1, "grant_id": "g", "request_id": "r", "attempt": 2, "prefill": PLACED,
+        "decode": PLACED, "handoff_id": "h", "reason": "why", "predicted_s": 0.5,
+    }  # fmt: skip
+    return facts.Grant(**{**values, **changes})
+
+
+def test_facts_survive_the_wire():
+    want = make_want(avoid=("x", "y"))
+    assert convert.want_from_wire(convert.want_to_wire(want)) == want
+    assert (
+        convert.registration_from_wire(convert.registration_to_wire(REGISTRATION)) == REGISTRATION
+    )
+    assert convert.report_from_wire(convert.report_to_wire(REPORT)) == REPORT
+    for grant in (make_grant(), make_grant(prefill=None), make_grant(decode=None)):
+        assert convert.grant_from_wire(convert.grant_to_wire(grant)) == grant
+
+
+def test_a_view_survives_the_wire():
+    worker = facts.WorkerView(
+        worker=REGISTRATION,
+        report=REPORT,
+        health=facts.Health.ALIVE,
+        report_age_s=0.5,
+        num_granted=1,
+    )
+    link = facts.LinkView(
+        prefill_worker_id="p", decode_worker_id="d", alpha_s=0.1, beta_bytes_per_s=1e9,
+        num_transfers=1, num_bytes=2, last_s=0.25,
+    )  # fmt: skip
+    view = facts.ClusterView(
+        term=1, workers=(worker,), links=(link,), num_waiting=1, waiting_tokens=2, num_granted=3,
+        num_routers=4, max_queue_requests=5, retry_after_s=1.5,
+    )  # fmt: skip
+    assert convert.view_from_wire(convert.view_to_wire(view)) == view
+
+
+@pytest.mark.parametrize(
+    "error",
+    [QueueFull("full", retry_after_s=2.0), InvalidRequest("prompt: too long", field="prompt")],
+    ids=str,
+)
+def test_a_reject_keeps_its_error(error):
+    reject = facts.Reject(request_id="r", attempt=1, error=error)
+    back = convert.reject_from_wire(convert.reject_to_wire(reject, term=3))
+    assert type(back.error) is type(error)
+    assert (back.error.message, back.error.field) == (error.message, error.field)
+    assert back.error.retry_after_s == error.retry_after_s
+
+
+def test_an_unknown_code_is_a_fault():
+    assert isinstance(convert.reject_from_wire(pb.Reject(code="novel")).error, EngineFault)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"request_id": ""}, "request_id"),
+        ({"request_id": "x" * 1000}, "request_id"),
+        ({"num_prompt_tokens": 0}, "num_prompt_tokens"),
+        ({"num_prompt_tokens": 1 << 30}, "num_prompt_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"waited_s": float("nan")}, "waited_s"),
+        ({"remaining_s": float("inf")}, "remaining_s"),
+    ],
+)
+def test_bad_wants_are_named(changes, field):
+    with pytest.raises(InvalidRequest) as caught:
+        convert.want_from_wire(convert.want_to_wire(make_want(**changes)))
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"role": "both"}, "role"),
+        ({"worker_id": ""}, "worker_id"),
+        ({"step_base_s": -1.0}, "step_base_s"),
+        ({"prefill_per_token_s": float("nan")}, "prefill_per_token_s"),
+    ],
+)
+def test_bad_registrations_are_named(changes, field):
+    message = convert.registration_to_wire(REGISTRATION)
+    for name, value in changes.items():
+        setattr(message, name, value)
+    with pytest.raises(InvalidRequest) as caught:
+        convert.registration_from_wire(message)
+    assert caught.value.field == field

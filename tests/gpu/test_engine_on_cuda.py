@@ -1,0 +1,54 @@
+"""The engine's tensors on CUDA: the same tokens and the same noise as elsewhere."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from cluster.config import Dtype
+from cluster.model.loader import load_model
+from cluster.model.sampler import Draw, gumbel_noise
+from cluster.request import SamplingParams
+from tests.factories_model import write_tiny_llama
+from tests.factories_runner import Driver, assert_matches, make_prompts
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+]
+
+
+def test_ragged_chunks_match_transformers(tmp_path):
+    write_tiny_llama(tmp_path)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    driver = Driver(load_model(tmp_path, dtype=Dtype.FP32, device="cuda"))
+    prompts = make_prompts([1, 16, 33, 200])
+    for prompt in prompts:
+        driver.add(prompt)
+    for prompt, output in zip(prompts, driver.run(16, chunk=40), strict=True):
+        assert_matches(reference, prompt, output)
+
+
+def test_blocks_leave_a_gpu_and_come_back_through_host_memory(tmp_path):
+    write_tiny_llama(tmp_path)
+    loaded = load_model(tmp_path, dtype=Dtype.BF16, device="cuda")
+    sender, receiver = Driver(loaded), Driver(loaded)
+    [prompt] = make_prompts([50])
+    for driver in (sender, receiver):
+        driver.add(prompt)
+        driver.step()
+    blocks = sender.lines[0].block_ids
+    staging = torch.empty(len(blocks) * sender.cache.layout.block_bytes, dtype=torch.uint8)
+    sender.cache.export_blocks(blocks, staging)
+    receiver.cache.clear_blocks(receiver.lines[0].block_ids)
+    receiver.cache.import_blocks(receiver.lines[0].block_ids, staging)
+    assert receiver.run(20) == sender.run(20)
+
+
+def test_noise_has_the_same_bits_as_on_a_cpu():
+    draws = [
+        Draw(params=SamplingParams(max_tokens=1, seed=seed), choice=0, output_index=seed)
+        for seed in range(16)
+    ]
+    on_cpu = gumbel_noise(draws, 50_000, torch.device("cpu"))
+    on_gpu = gumbel_noise(draws, 50_000, torch.device("cuda")).cpu()
+    assert torch.equal(on_cpu, on_gpu)
