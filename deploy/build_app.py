@@ -22,11 +22,9 @@ if TYPE_CHECKING:
 
     from cluster.config import DeployConfig, PoolConfig
 
-APP_NAME = "pdserve"
-
 
 def build(args: dict[str, Any]) -> Application:
-    """Return the application that ``serve_config`` describes."""
+    """Return the application that its arguments (see ``serve_config``) describe."""
     tree, folder, cores_dir = args["config"], args["model_path"], args["cores_dir"]
     config = deploy_config.from_tree(tree)
     # The control plane's port is fixed, so it has to be where clients look for it.
@@ -78,23 +76,3 @@ def _ongoing(config: DeployConfig) -> int:
     """Return the calls that one ingress replica may hold: the queue, and everything that runs."""
     running = sum(pool.count * pool.max_num_seqs for pool in config.pools)
     return 2 * (config.scheduling.max_queue_requests + running)
-
-
-def serve_config(config: DeployConfig, *, model_path: str, cores_dir: str) -> dict[str, Any]:
-    """Return the Serve config file, as plain data, that deploys ``config``."""
-    return {
-        "proxy_location": "HeadOnly",
-        "http_options": {"host": config.endpoints.host, "port": config.endpoints.http_port},
-        "applications": [
-            {
-                "name": APP_NAME,
-                "route_prefix": "/",
-                "import_path": "deploy.build_app:build",
-                "args": {
-                    "config": deploy_config.to_tree(config),
-                    "model_path": model_path,
-                    "cores_dir": cores_dir,
-                },
-            }
-        ],
-    }

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.errors import StartupError
-from deploy.build_app import APP_NAME, serve_config
+from deploy.serve_config import APP_NAME, serve_config
 
 if TYPE_CHECKING:
     from cluster.config import DeployConfig

@@ -73,6 +73,7 @@ class ReportClient:
         self._closing: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._is_connected = False
+        self._lost_at: float | None = None
         self._term = 0
 
     @property
@@ -139,6 +140,8 @@ class ReportClient:
 
     def on_lost(self, num_failures: int) -> None:
         """Nothing to keep: the next stream starts with all there is to know."""
+        if self._is_connected:
+            self._lost_at = self._clock.now()
         self._is_connected = False
 
     # ---- inside
@@ -147,6 +150,10 @@ class ReportClient:
         self._term = max(self._term, term)
         self._is_connected = True
         self._changed.set()
+        if self._lost_at is not None:
+            logger.info(
+                "term=%d registered again after %.2f s", term, self._clock.now() - self._lost_at
+            )
         if not self.accepted.done():
             self.accepted.set_result(None)
 

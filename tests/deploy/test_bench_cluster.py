@@ -16,7 +16,10 @@ if {fails}:
     print("Traceback, and what else there may be")
     print("pdserve: port 8000 is taken: choose another", file=sys.stderr)
     sys.exit(1)
-signal.signal(signal.SIGINT, lambda *_: sys.exit(0))
+def stop(*_):
+    os.kill(os.getppid(), signal.SIGINT)  # an impatient second Ctrl-C, just while it stops
+    sys.exit(0)
+signal.signal(signal.SIGINT, stop)
 open({notes!r}, "w").write(str(os.getpid()))
 print("serving; stop with Ctrl-C", flush=True)
 while True:

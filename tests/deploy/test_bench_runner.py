@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+import signal
 
 import pytest
 
@@ -114,3 +116,21 @@ def test_a_benchmark_that_fails_does_not_stop_the_others(monkeypatch, tmp_path, 
     assert stage.events == ["start prefill", "handoff", "overhead", "stop"]
     assert [row["name"] for row in json.loads(path.read_text())] == ["overhead"]
     assert "handoff failed: no such luck" in capsys.readouterr().err
+
+
+def test_a_termination_leaves_the_cluster_as_an_interrupt_does(monkeypatch):
+    stage = Stage(monkeypatch)
+
+    def terminated(*_where):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return []
+
+    group = runner.ClusterBenches("two pools", "trial.yaml", (("handoff", terminated),))
+    monkeypatch.setattr(runner, "CLUSTER_BENCHES", (group,))
+    before = signal.getsignal(signal.SIGTERM)
+
+    with pytest.raises(KeyboardInterrupt):
+        runner.run(["handoff"], json_path=None)
+
+    assert stage.events == ["start prefill", "stop"]
+    assert signal.getsignal(signal.SIGTERM) is before
