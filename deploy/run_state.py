@@ -128,7 +128,7 @@ class RunState:
 
     def leftovers(self) -> list[ProcessRef]:
         """Return what a dead launcher left alive; nothing while the launcher lives."""
-        return [] if self.running() is not None else self._started()
+        return [] if self.running() is not None else self.started()
 
     def check_free(self) -> None:
         """Raise StartupError where such a cluster runs, or an earlier one left processes."""
@@ -152,7 +152,7 @@ class RunState:
         is the launcher it sweeps what it started. ``keep_folder`` leaves the logs of a failed start
         to be read; the next run removes them. Raises StartupError where a process survives.
         """
-        if not self._parent.exists() and not self._started():
+        if not self._parent.exists() and not self.started():
             return []
         self._make_private(self._parent)
         deadline = self._clock.now() + timeout_s
@@ -175,7 +175,7 @@ class RunState:
     def _sweep(self, deadline: float) -> list[ProcessRef]:
         ended: dict[ProcessRef, None] = {}
         for round_ in range(_ROUNDS):
-            left = self._started()
+            left = self.started()
             if not left:
                 return list(ended)
             ended.update(dict.fromkeys(left))
@@ -185,14 +185,14 @@ class RunState:
                 left, term_s=term_s, kill_s=max(1.0, deadline - self._clock.now() - term_s),
                 clock=self._clock,
             )  # fmt: skip
-        survivors = self._started()
+        survivors = self.started()
         if survivors:
             names = ", ".join(map(str, survivors))
             raise StartupError(f"could not end {names}: end them by hand, or restart the machine")
         return list(ended)
 
-    def _started(self) -> list[ProcessRef]:
-        """Living processes of any run of this folder, without launchers and this process."""
+    def started(self) -> list[ProcessRef]:
+        """Return living processes of any run of this folder, without launchers and this process."""
         found = {p.pid: p for p in processes.find_marked(RUN_ID_VARIABLE, f"{self._prefix}-")}
         for process in self._read_records():
             if process.pid not in found and process.pid != os.getpid() and process.is_alive():

@@ -290,7 +290,7 @@ def test_ray_keeps_the_marker_and_nothing_of_it_outlives_clear():
         )
         actor = int(launcher.stdout.readline())
         family = psutil.Process(launcher.pid).children(recursive=True)
-        started = {process.pid for process in state._started()}
+        started = {process.pid for process in state.started()}
         assert {process.pid for process in family} <= started
         assert actor in started
         launcher.send_signal(signal.SIGKILL)

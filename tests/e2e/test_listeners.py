@@ -7,8 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deploy import processes
-from deploy.run_state import RUN_ID_VARIABLE
+from deploy.run_state import RunState
 
 pytestmark = pytest.mark.ray
 README = Path(__file__).parents[2] / "README.md"
@@ -41,13 +40,13 @@ def title_of(process: psutil.Process) -> str:
 def test_every_listener_is_documented(on_ray):
     """S-03, with two router replicas up: wide ones only where the table says so and why."""
     table = documented()
-    marked = processes.find_marked(RUN_ID_VARIABLE, "")
-    pids = {process.pid for process in marked} | {on_ray.process.pid}
+    state = RunState(on_ray.config.endpoints.control_port)
+    pids = {process.pid for process in state.started()} | {on_ray.process.pid}
     seen_wide: dict[str, int] = {}
     seen = set()
     for pid in pids:
         process = psutil.Process(pid)
-        title = title_of(process)
+        title = "pdserve" if pid == on_ray.process.pid else title_of(process)
         for connection in process.net_connections(kind="tcp"):
             if connection.status != psutil.CONN_LISTEN:
                 continue
