@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from ray.serve import Application, Deployment
 
-    from cluster.config import DeployConfig, PoolConfig
+    from cluster.config import PoolConfig
 
 
 def build(args: dict[str, Any]) -> Application:
@@ -36,13 +36,7 @@ def build(args: dict[str, Any]) -> Application:
         )
         for pool in config.pools
     ]
-    router = _deployment(
-        RouterReplica,
-        "router",
-        config.router.replicas,
-        {"num_cpus": 0},
-        max_ongoing_requests=_ongoing(config),
-    )
+    router = _deployment(RouterReplica, "router", config.router.replicas, {"num_cpus": 0})
     return router.bind(tree, folder, control, *pools)
 
 
@@ -51,7 +45,6 @@ def _deployment(
     name: str,
     count: int,
     actor_options: dict[str, Any],
-    **options: Any,
 ) -> Deployment:
     deploy: Callable[..., Deployment] = serve.deployment(
         name=name,
@@ -62,7 +55,6 @@ def _deployment(
         health_check_period_s=1.0,
         health_check_timeout_s=10.0,
         graceful_shutdown_timeout_s=2.0,
-        **options,
     )
     return deploy(replica)
 
@@ -70,9 +62,3 @@ def _deployment(
 def _actor_options(pool: PoolConfig) -> dict[str, Any]:
     """Return what Ray places a worker by; cores are leased, since a trial may share them."""
     return {"num_cpus": 0, "num_gpus": pool.gpus_per_worker}
-
-
-def _ongoing(config: DeployConfig) -> int:
-    """Return the calls that one ingress replica may hold: the queue, and everything that runs."""
-    running = sum(pool.count * pool.max_num_seqs for pool in config.pools)
-    return 2 * (config.scheduling.max_queue_requests + running)

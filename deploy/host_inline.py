@@ -8,8 +8,6 @@ import threading
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
-import uvicorn
-
 from cluster.clock import SystemClock
 from cluster.control.server import ControlServer
 from cluster.errors import EngineFault, PdserveError, StartupError
@@ -87,23 +85,11 @@ class InlineHost:
             ingress = Ingress(self._config, self._model_path)
             stack.push_async_callback(ingress.stop)
             await ingress.start()
-            server = uvicorn.Server(
-                uvicorn.Config(
-                    ingress.api,
-                    host=endpoints.host,
-                    port=endpoints.http_port,
-                    log_level="warning",
-                    timeout_graceful_shutdown=1,
-                )
-            )
-            door = asyncio.create_task(server.serve())
             faults = [worker.fault for worker in workers]
             self._started.set()
             stopped = asyncio.create_task(self._stop.wait())
-            ends: set[asyncio.Future[Any]] = {stopped, door, *faults}
+            ends: set[asyncio.Future[Any]] = {stopped, *faults}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            server.should_exit = True
-            await door
             if any(fault.done() for fault in faults):
                 raise EngineFault("an engine failed")
 

@@ -22,6 +22,8 @@ _RAY_ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray's workers run at niceness 15 otherwise, behind every other process of the machine.
+    "RAY_worker_niceness": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -65,7 +67,7 @@ class RayHost:
         tree = serve_config(
             self._config, model_path=str(self._model_path), cores_dir=str(self._state.cores_dir)
         )
-        serve.start(proxy_location="HeadOnly", http_options=tree["http_options"])
+        serve.start(proxy_location=tree["proxy_location"])
         client: Any = _get_global_client()
         client.deploy_apps(ServeDeploySchema.model_validate(tree))
 
@@ -105,7 +107,8 @@ def _shut_down() -> Any:
     import ray
     from ray import serve
 
-    serve.shutdown()  # type: ignore[no-untyped-call]
+    # Not serve.shutdown: it kills the controller in mid-call, which Ray then complains of.
+    serve.delete(APP_NAME)
     ray.shutdown()
 
 

@@ -15,8 +15,8 @@ APP_NAME = "pdserve"
 def serve_config(config: DeployConfig, *, model_path: str, cores_dir: str) -> dict[str, Any]:
     """Return the Serve config file, as plain data, that deploys ``config``."""
     return {
-        "proxy_location": "HeadOnly",
-        "http_options": {"host": config.endpoints.host, "port": config.endpoints.http_port},
+        # The routers have doors of their own: see "Decisions" in the README.
+        "proxy_location": "Disabled",
         "applications": [
             {
                 "name": APP_NAME,

@@ -96,27 +96,27 @@ class WorkerReporter:
     def _counters(self, snapshot: EngineSnapshot) -> dict[str, float]:
         """Count legs, handoffs and tokens since the start; all only ever rise.
 
-        When nothing is open, ``requests_received`` is the sum of the other ``requests_``. A
-        transfer is counted where it was sent, what arrived beside it as ``imports_``; a token
-        where it was drawn.
+        Requests are counted by routers: one has a leg on each of two workers. When nothing is
+        open, ``legs_received`` is the sum of the other ``legs_``. A transfer is counted where it
+        was sent, what arrived beside it as ``imports_``; a token where it was drawn.
         """
         legs: Counter[str] = Counter()
         for half in (self._prefill, self._decode):
             if half is not None:
                 legs.update(half.book.counts)
         counters: dict[str, float] = {
-            "requests_received": legs["received"] + self.num_rejected,
-            "requests_rejected": self.num_rejected,
-            "requests_aborted": legs["aborted"],
-            "requests_failed": legs["failed"],
-            "requests_handed_over": legs["handed_over"],
-            "requests_finished_at_prefill": legs["finished_at_prefill"],
+            "legs_received": legs["received"] + self.num_rejected,
+            "legs_rejected": self.num_rejected,
+            "legs_aborted": legs["aborted"],
+            "legs_failed": legs["failed"],
+            "legs_handed_over": legs["handed_over"],
+            "legs_finished_at_prefill": legs["finished_at_prefill"],
             "prefilled_tokens": snapshot.prefilled_tokens,
             "generated_tokens": snapshot.generated_tokens,
             "preemptions": snapshot.num_preemptions,
         }
         for reason in FinishReason:
-            counters[f"requests_finished_{reason.value}"] = legs[reason.value]
+            counters[f"legs_finished_{reason.value}"] = legs[reason.value]
         if self._prefill is not None:
             sent = self._prefill.outbox.counts
             counters["transfers_started"] = sent["started"]

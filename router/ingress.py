@@ -11,6 +11,7 @@ from cluster.rpc.client import WorkerClient
 from router.api import build_api
 from router.dispatch import Dispatcher
 from router.grpc_api import GrpcDoor
+from router.http_door import HttpDoor
 from router.legs import Workers
 from router.metrics import RouterMetrics
 from router.served import served_model
@@ -27,10 +28,10 @@ if TYPE_CHECKING:
 
 
 class Ingress:
-    """One router replica. ``api`` is its HTTP door; whoever hosts it serves that.
+    """One router replica.
 
-    ``start`` connects and opens the gRPC door; ``stop`` is idempotent, and safe after a failed
-    start. Raises StartupError where the model folder can't be read or the port can't be had.
+    ``start`` connects and opens the doors; ``stop`` is idempotent, and safe after a failed start.
+    Raises StartupError where the model folder can't be read or a port can't be had.
     """
 
     def __init__(self, config: DeployConfig, model_path: Path) -> None:
@@ -66,16 +67,18 @@ class Ingress:
             codec=TextCodec.load(model_path, eos_ids=model.eos_ids),
             dispatcher=dispatcher,
         )
-        self.api = build_api(service)
         self._service = service
+        self._http = HttpDoor(build_api(service), host=endpoints.host, port=endpoints.http_port)
         self._grpc = GrpcDoor(service, host=endpoints.host, port=endpoints.grpc_port)
 
     async def start(self) -> None:
-        """Connect to the control plane and open the gRPC door."""
+        """Connect to the control plane and open the doors."""
         await self._service.start()
         await self._grpc.start()
+        await self._http.start()
 
     async def stop(self) -> None:
-        """Close the gRPC door and end what still runs."""
+        """Close the doors and end what still runs."""
         await self._grpc.stop()
+        await self._http.stop()
         await self._service.stop()

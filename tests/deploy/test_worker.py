@@ -38,9 +38,10 @@ KEY = make_key()
 
 
 class ByteCache:
-    """Blocks of bytes, each its own."""
+    """Blocks of bytes; the runner is told which of them it no longer knows."""
 
-    def __init__(self) -> None:
+    def __init__(self, runner: FakeRunner) -> None:
+        self.runner = runner
         self.blocks = torch.zeros(NUM_BLOCKS, LAYOUT.block_bytes, dtype=torch.uint8)
 
     def export_blocks(self, block_ids, out_B) -> None:
@@ -48,6 +49,9 @@ class ByteCache:
 
     def import_blocks(self, block_ids, staged_B) -> None:
         self.blocks[list(block_ids)] = staged_B.view(len(block_ids), -1)
+        for block in block_ids:
+            for i in range(BLOCK_SIZE):
+                self.runner._slots.pop((block, i), None)
 
 
 class Sink:
@@ -86,13 +90,14 @@ class World:
         self.workers = []
 
     def make(self, pool: str, worker_id: str, runner=None) -> Worker:
+        runner = runner or FakeRunner(kv_of_others=True)
         parts = WorkerParts(
             layout=LAYOUT,
             max_model_len=256,
             vocab_size=30_001,
             eos_ids=frozenset({EOS_ID}),
-            cache=ByteCache(),
-            runner=runner or FakeRunner(kv_of_others=True),
+            cache=ByteCache(runner),
+            runner=runner,
             speed=StepSpeed(base_s=0.01, per_seq_s=0.001, prefill_per_token_s=0.0001),
             transport=self.transport,
             pin=lambda: None,
@@ -199,9 +204,9 @@ async def test_a_mixed_worker_serves_both_sides_of_other_handoffs(world):
     )
     counters = [report.counters for report in reports.values()]
     for each in counters:
-        ended = sum(v for k, v in each.items() if k.startswith("requests_"))
-        assert ended == 2 * each["requests_received"]
-    assert sum(c["requests_received"] for c in counters) == 5
+        ended = sum(v for k, v in each.items() if k.startswith("legs_"))
+        assert ended == 2 * each["legs_received"]
+    assert sum(c["legs_received"] for c in counters) == 5
     assert sum(c["transfers_ok"] for c in counters) == 2
     assert sum(c["transfer_bytes"] for c in counters) == 2 * 5 * LAYOUT.block_bytes
     assert sum(c["prefilled_tokens"] for c in counters) == 3 * 19

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
-import uvicorn
 import yaml
 
 from cluster import config as deploy_config
@@ -139,20 +138,8 @@ class PlainCluster:
         try:
             await control.start(endpoints.host, endpoints.control_port)
             await ingress.start()
-            server = uvicorn.Server(
-                uvicorn.Config(
-                    ingress.api,
-                    host=endpoints.host,
-                    port=endpoints.http_port,
-                    log_level="warning",
-                    timeout_graceful_shutdown=1,
-                )
-            )
-            door = asyncio.create_task(server.serve())
             self._up.set()
             await asyncio.to_thread(self._stop.wait)
-            server.should_exit = True
-            await door
         except BaseException as error:
             self.failure = error
             self._up.set()

@@ -247,7 +247,7 @@ async def test_tokens_go_through_gloo_and_equal_transformers(model, tmp_path):
         assert taken["generated_tokens"] == len(prompts) * (NUM_TOKENS - 1)
         for report in reports.values():
             assert report.held_grants == ()
-            assert report.counters["requests_received"] == len(prompts)
+            assert report.counters["legs_received"] == len(prompts)
 
 
 async def test_ends_and_refusals_over_the_wire(model, tmp_path):
@@ -282,8 +282,8 @@ async def test_ends_and_refusals_over_the_wire(model, tmp_path):
         reports = await pair.reports(
             lambda reports: all(report.blocks.free == 256 for report in reports.values())
         )
-        assert reports["d-0"].counters["requests_aborted"] == 1
-        assert reports["p-0"].counters["requests_rejected"] == 2
+        assert reports["d-0"].counters["legs_aborted"] == 1
+        assert reports["p-0"].counters["legs_rejected"] == 2
 
 
 async def test_a_killed_decode_worker_fails_its_legs_at_once(model, tmp_path):
@@ -303,3 +303,35 @@ async def test_a_killed_decode_worker_fails_its_legs_at_once(model, tmp_path):
         end = await asyncio.wait_for(pair.router.end_of("p-0", prefill.key), 10)
         assert isinstance(end.error, WorkerLost | HandoffFailed)
         await pair.reports(lambda reports: reports["p-0"].blocks.free == 256)
+
+
+def is_logged(log: Path, text: str) -> bool:
+    return text in log.read_text()
+
+
+async def until_logged(log: Path, text: str) -> None:
+    for _ in range(1200):
+        if is_logged(log, text):
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"never logged: {text}")
+
+
+async def test_a_worker_that_cannot_start_says_why(model, tmp_path):
+    path = tmp_path / "deploy.yaml"
+    path.write_text(yaml.safe_dump(deploy_config.to_tree(make_config(model))))
+    process = await start_worker(path, model, "127.0.0.1:1", "nowhere")
+    assert await asyncio.wait_for(process.wait(), 60) == 2
+    assert is_logged(tmp_path / "nowhere.log", "unknown pool 'nowhere'")
+
+
+async def test_sigterm_stops_a_worker_that_waits_for_the_control_plane(model, tmp_path):
+    """CASES P-27: it ends by itself, although nobody ever accepted it."""
+    path = tmp_path / "deploy.yaml"
+    path.write_text(yaml.safe_dump(deploy_config.to_tree(make_config(model))))
+    process = await start_worker(path, model, "127.0.0.1:1", "p")
+    log = tmp_path / "p.log"
+    await until_logged(log, "stream=report")
+    process.terminate()
+    assert await asyncio.wait_for(process.wait(), 10) == 0
+    assert await process.stdout.read() == b""
