@@ -156,6 +156,8 @@ class DeployConfig:
 
     pools: tuple[PoolConfig, ...]
     host: Host = Host.RAY
+    service_cores: tuple[int, ...] = ()
+    """CPU cores for all that is no worker (routers, control plane, Ray); empty: not pinned."""
     transport: TransportKind = TransportKind.TORCH_DIST
     model: ModelConfig = field(default_factory=ModelConfig)
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
@@ -301,6 +303,11 @@ def _check(config: DeployConfig) -> None:
         raise ConfigError("pools: need a prefill and a decode pool, or a mixed one", field="pools")
     for pool in config.pools:
         _check_pool(pool)
+        if config.service_cores and not pool.cores:
+            raise ConfigError(
+                f"pools.{pool.name}.cores: needed where service_cores is set",
+                field=f"pools.{pool.name}.cores",
+            )
     for section, names_of_positive in _POSITIVE.items():
         for name in names_of_positive:
             _check_positive(f"{section}.{name}", getattr(getattr(config, section), name))

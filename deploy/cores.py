@@ -6,7 +6,7 @@ holder dies, so a worker that was killed leaves its place to its successor.
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
 import time
 from pathlib import Path
@@ -18,6 +18,8 @@ from deploy.locks import FileLock
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.05
 
@@ -31,17 +33,27 @@ class CoreLease:
         """Empty: not pinned."""
         self._lock = lock
 
-    def pin_process(self) -> None:
-        """Bind all threads of this process, and so those they start, to the leased cores."""
-        if not self.cores:
-            return
-        for thread in Path("/proc/self/task").iterdir():
-            with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
-                os.sched_setaffinity(int(thread.name), self.cores)
-
     def release(self) -> None:
         """Give the place back; idempotent."""
         self._lock.release()
+
+
+def pin_process(cores: Sequence[int]) -> None:
+    """Bind all threads of this process, and so what they start, to ``cores``; none: no binding.
+
+    Raises StartupError where the machine doesn't let it.
+    """
+    if not cores:
+        return
+    # Linux pins threads, not processes: all those that are there, and with them their children.
+    for thread in Path("/proc/self/task").iterdir():
+        try:
+            os.sched_setaffinity(int(thread.name), cores)
+        except ProcessLookupError:
+            continue  # it ended meanwhile
+        except OSError as error:
+            raise StartupError(f"cannot pin to cores {tuple(cores)}: {error.strerror}") from error
+    logger.info("pid=%d cores=%s pinned", os.getpid(), tuple(cores))
 
 
 def lease_cores(

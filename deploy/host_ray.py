@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.errors import StartupError
+from deploy.cores import pin_process
 from deploy.serve_config import APP_NAME, serve_config
 
 if TYPE_CHECKING:
@@ -42,8 +43,10 @@ class RayHost:
 
     def start(self) -> None:
         """Start Ray and Serve and hand Serve the config file's content."""
-        # Before Ray is imported: its processes inherit the environment of this one.
+        # Before Ray is imported: its processes inherit environment and cores of this one. Workers
+        # pin themselves to their own.
         os.environ.update(_RAY_ENVIRONMENT)
+        pin_process(self._config.service_cores)
         import ray
         from ray import serve
         from ray.serve.context import _get_global_client

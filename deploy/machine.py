@@ -84,14 +84,16 @@ def has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def cores_problem(config: DeployConfig) -> Problem | None:
-    """Cores that a pool names and this process may not use."""
+    """Cores that the deploy file names and this process may not use."""
     usable = os.sched_getaffinity(0)
-    for pool in config.pools:
-        missing = sorted(set(pool.cores) - usable)
+    named = {"service_cores": config.service_cores}
+    named |= {f"pools.{pool.name}.cores": pool.cores for pool in config.pools}
+    for field, cores in named.items():
+        missing = sorted(set(cores) - usable)
         if missing:
             return Problem(
-                reason=f"pools.{pool.name}.cores: this machine has no core {_listed(missing)}",
-                remedy=f"choose from {_listed(sorted(usable))}, or leave `cores` empty",
+                reason=f"{field}: this machine has no core {_listed(missing)}",
+                remedy=f"choose from {_listed(sorted(usable))}, or leave it empty",
             )
     return None
 

@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,9 +22,12 @@ from cluster.model.loader import load_model
 from cluster.request import LegKey, SamplingParams
 from cluster.transport.base import Transport
 from cluster.transport.torch_dist import TorchDistTransport
+from deploy.cores import pin_process
+from deploy.heap import keep_freed_memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
@@ -72,9 +74,9 @@ def load_parts(
     Raises UnsupportedModel or StartupError with the reason.
     """
     num_threads = len(cores) or pool.cores_per_worker
-    if cores:
-        # First, so that memory and threads of the model come to be where they are used.
-        _pin_process(cores)
+    # First, so that memory and threads of the model come to be where they are used.
+    pin_process(cores)
+    keep_freed_memory()
     torch.set_num_threads(num_threads)
     device = torch.device(pool.device.value)
     loaded = load_model(model_path, dtype=pool.dtype, device=device)
@@ -147,15 +149,3 @@ def _make_transport(kind: TransportKind, device: str) -> Transport:
             "or transport torch_dist"
         )
     return TorchDistTransport(device=device)
-
-
-def _pin_process(cores: tuple[int, ...]) -> None:
-    # Linux pins threads, not processes: all those that are there, and with them their children.
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            os.sched_setaffinity(int(task.name), cores)
-        except ProcessLookupError:
-            continue
-        except OSError as error:
-            raise StartupError(f"cannot pin to cores {cores}: {error.strerror}") from error
-    logger.info("pid=%d cores=%s pinned", os.getpid(), cores)

@@ -58,7 +58,6 @@ def test_pools_do_not_take_each_others_places(tmp_path):
 
 def test_an_unpinned_worker_gets_an_index_and_no_cores(tmp_path):
     lease = lease_cores(tmp_path, "decode", (), 1, 2)
-    lease.pin_process()
     assert lease.cores == ()
 
 
@@ -102,12 +101,12 @@ def test_pinning_reaches_threads_that_run_already(tmp_path):
     code = """
 import os, sys, threading
 from pathlib import Path
-from deploy.cores import lease_cores
+from deploy.cores import lease_cores, pin_process
 core = min(os.sched_getaffinity(0))
 stop = threading.Event()
 thread = threading.Thread(target=stop.wait)
 thread.start()
-lease_cores(Path(sys.argv[1]), "p", (core,), 1, 1).pin_process()
+pin_process(lease_cores(Path(sys.argv[1]), "p", (core,), 1, 1).cores)
 print([os.sched_getaffinity(t) == {core} for t in (os.getpid(), thread.native_id)])
 stop.set()
 """
