@@ -3,10 +3,10 @@
 Four streams decode. The load is two callers in a closed loop: each sends a 512-token prompt, takes
 two tokens and sends the next, so that there is always one more prompt waiting. Two tokens, since
 one alone would end at the prefill worker: so each prompt's KV goes through the handoff and joins
-the streams' batch for a single step. A run is quiet, load, quiet; the value is the p99 of all
-inter-token gaps of the four streams that began under load, the reference the median of those that
-began in the quiet parts before and after (so that the growing context meets both). Gaps are the
-gRPC client's, between messages that carry tokens.
+the streams' batch for a single step. A run alternates quiet and load, for a step takes longer as
+contexts grow, and so both meet the same ones; the value is the p99 of all inter-token gaps of the
+four streams that began under load, the reference the median of those that began in quiet. Gaps are
+the gRPC client's, between messages that carry tokens; the client shares the machine's two cores.
 
 The bar is for the two-pool trial. Two colocated workers of one core each go through the same, in
 the same call of the command but in a cluster of their own, for comparison.
@@ -52,9 +52,10 @@ class IsolationSize:
     """Of each stream, before anything is measured."""
     num_callers: int = 2
     prompt_tokens: int = 512
-    quiet_s: float = 5.0
-    """Each of a run's two quiet parts."""
-    load_s: float = 20.0
+    num_rounds: int = 4
+    """A run's loads; each has quiet before it, and the last has quiet after it too."""
+    quiet_s: float = 2.5
+    load_s: float = 5.0
     num_runs: int = 3
 
 
@@ -96,17 +97,19 @@ def _measure(
 
 def _run(doors: Doors, size: IsolationSize, draw: random.Random) -> tuple[Run, int]:
     """Return one run and the number of prompts that were served under load."""
+    quiets, loads, served = [], [], 0
     with _streams(doors, size, draw) as streams:
-        before = _pass(size.quiet_s, streams)
-        with _callers(doors, size, draw) as callers:
-            load = _pass(size.load_s, [*streams, *callers])
-        after = _pass(size.quiet_s, streams)
-    served = sum(caller.served for caller in callers)
+        for _ in range(size.num_rounds):
+            quiets.append(_pass(size.quiet_s, streams))
+            with _callers(doors, size, draw) as callers:
+                loads.append(_pass(size.load_s, [*streams, *callers]))
+            served += sum(caller.served for caller in callers)
+        quiets.append(_pass(size.quiet_s, streams))
     if served == 0:
         raise EngineFault("no prompt was served under load", stage="bench")
     arrivals = [stream.arrivals for stream in streams]
-    quiet = gaps(arrivals, before) + gaps(arrivals, after)
-    loaded = gaps(arrivals, load)
+    quiet = [gap for window in quiets for gap in gaps(arrivals, window)]
+    loaded = [gap for window in loads for gap in gaps(arrivals, window)]
     if min(len(quiet), len(loaded)) < 2:
         raise EngineFault("too few tokens came to tell of gaps", stage="bench")
     return Run(percentile(loaded, 99) * 1e3, statistics.median(quiet) * 1e3), served
