@@ -12,17 +12,22 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STUBS := build/stubs
+MARKERS := smollm clients faults slow gpu
+NO_INSTALL = { echo 'pdserve: the environment is not whole, for the reason above. Without a' \
+	'network, point pip to what you have (PIP_INDEX_URL, PIP_PROXY, PIP_FIND_LINKS, or TORCH' \
+	'and TORCH_INDEX for torch alone), then run the same command again.' >&2; exit 1; }
 # $(call protoc,FOLDER) generates the wire code into FOLDER.
 protoc = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto \
 	--python_out=$(1) --grpc_python_out=$(1) --mypy_out=$(1) --mypy_grpc_out=$(1) \
 	proto/cluster/wire/*.proto
 
 .DELETE_ON_ERROR:
-.PHONY: help run test test-marked check lint types imports stubs gen bench clean
+.PHONY: help run test test-marked $(MARKERS:%=test-%) check lint types imports stubs gen bench clean
 
 help:
 	@echo 'make run            start the trial cluster, prove it, serve until Ctrl-C'
-	@echo '                    ONCE=1 exits after the proof; CONFIG=FILE; MODEL=FOLDER_OR_HF_ID'
+	@echo '                    ONCE=1 exits after the proof; CONFIG=FILE; MODEL=FOLDER_OR_HF_ID;'
+	@echo '                    ARGS=OPTIONS of `pdserve serve`: ARGS="--set endpoints.http_port=8100"'
 	@echo 'make test           default tests'
 	@echo 'make test-marked    tests that take longer or need the trial model'
 	@echo 'make check          lint, format, types, import contracts, generated code'
@@ -34,13 +39,19 @@ help:
 	@echo 'interpreter and the build of torch when .venv is made; `make clean` to choose again.'
 
 run: .venv/.installed
-	@$(BIN)/pdserve serve --config $(CONFIG) $(if $(MODEL),--model $(MODEL)) $(if $(ONCE),--once)
+	@$(BIN)/pdserve serve --config $(CONFIG) $(if $(MODEL),--model $(MODEL)) $(if $(ONCE),--once) \
+		$(ARGS)
 
 test: .venv/.installed-dev
 	$(BIN)/pytest
 
-test-marked: .venv/.installed-dev
-	$(BIN)/pytest -m 'smollm or clients or faults or slow or gpu'
+# One marker after the other, so that no two of them want the cores, the memory or the default
+# ports at once. pytest says 5 where a marker has no test here, which is no failure.
+test-marked: $(MARKERS:%=test-%)
+
+$(MARKERS:%=test-%): test-%: .venv/.installed-dev
+	@echo '--- pytest -m $*'
+	@$(BIN)/pytest -m '$*' --durations=10 || test $$? -eq 5
 
 check: lint types imports stubs
 
@@ -91,7 +102,7 @@ clean:
 
 .venv/.torch: .venv/.created .venv/constraints.txt
 	@# A torch index need not have the pinned versions of what torch itself needs.
-	$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),-c .venv/constraints.txt) '$(TORCH)'
+	@$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),-c .venv/constraints.txt) '$(TORCH)' || $(NO_INSTALL)
 	@touch $@
 
 # Without torch's own pin: TORCH has chosen it already.
@@ -99,10 +110,10 @@ clean:
 	@grep -v '^torch==' constraints.txt > $@
 
 .venv/.installed: .venv/.torch .venv/constraints.txt pyproject.toml
-	$(PIP) install -c .venv/constraints.txt hatchling editables
-	$(PIP) install -c .venv/constraints.txt --no-build-isolation -e .
+	@$(PIP) install -c .venv/constraints.txt hatchling editables || $(NO_INSTALL)
+	@$(PIP) install -c .venv/constraints.txt --no-build-isolation -e . || $(NO_INSTALL)
 	@touch $@
 
 .venv/.installed-dev: .venv/.installed
-	$(PIP) install -c .venv/constraints.txt --no-build-isolation -e '.[dev]'
+	@$(PIP) install -c .venv/constraints.txt --no-build-isolation -e '.[dev]' || $(NO_INSTALL)
 	@touch $@

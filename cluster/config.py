@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
+import ipaddress
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -135,7 +136,7 @@ class LimitsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointsConfig:
-    """Where the doors are; port 0 is not allowed except in tests' own hosts."""
+    """Where the doors are: a loopback address, and ports that differ."""
 
     host: str = "127.0.0.1"
     http_port: int = 8000
@@ -311,9 +312,24 @@ def _check(config: DeployConfig) -> None:
     for section, names_of_positive in _POSITIVE.items():
         for name in names_of_positive:
             _check_positive(f"{section}.{name}", getattr(getattr(config, section), name))
+    _check_host(config.endpoints.host)
     ports = [getattr(config.endpoints, f"{door}_port") for door in ("http", "grpc", "control")]
     if any(not 0 < port < 65536 for port in ports) or len(set(ports)) != len(ports):
         raise ConfigError("endpoints: ports must be 1 to 65535 and differ", field="endpoints")
+
+
+def _check_host(host: str) -> None:
+    """Refuse every address that other machines can reach: nothing asks them who they are yet."""
+    try:
+        is_loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_loopback = False
+    if not is_loopback:
+        raise ConfigError(
+            f"endpoints.host: {host!r} is not a loopback address, and there are no cluster tokens "
+            "yet that would keep strangers out; use 127.0.0.1 and a proxy that authenticates",
+            field="endpoints.host",
+        )
 
 
 _POSITIVE = {

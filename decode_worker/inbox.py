@@ -3,12 +3,11 @@
     leg ───┐
            ├─▶ joined ──▶ waiting for blocks, first come first served ──▶ reserved, Credit sent
     Offer ─┘
-    manifest ──▶ sending: each piece is scattered under the pool's lock ──▶ committed
+    manifest ──▶ sending: pieces are scattered slice by slice ──▶ committed
 
 Leg and offer come in either order, and neither waits for the other for ever. Before the two are
-joined nothing is reserved. An abort frees the reservation at once, in any state: bytes that still
-come are received and thrown away, for every piece is checked again, under the pool's lock, against
-what the pool says is being imported.
+joined nothing is reserved. An abort frees the reservation in any state, and waits for one slice's
+copy at most (``landing``): bytes that still come are received and thrown away.
 """
 
 from __future__ import annotations
@@ -31,35 +30,26 @@ from cluster.handoff import (
     ManifestBytes,
     Offer,
 )
-from cluster.rpc.errands import Errands
 from cluster.rpc.legs import OpenLeg, abort_error
 from cluster.rpc.link import Link
 from cluster.transport.manifest import Manifest
 from decode_worker import agreement
+from decode_worker.landing import BlockWriter, Landing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
     from cluster.clock import Clock
     from cluster.kv.block_pool import BlockPool
     from cluster.kv.layout import KVLayout
+    from cluster.rpc.errands import Errands
 
 logger = logging.getLogger(__name__)
 
 MAX_HANDOFFS = 4096
-"""Handoffs that are open or remembered as over; beyond it offers are refused."""
+"""Handoffs that are open at a time, beyond which offers are refused; and as many remembered."""
 REMEMBERED_S = 60.0
 """How long a handoff that is over is known, so that its late other half is answered."""
-
-
-class BlockWriter(Protocol):
-    """The cache, as the receiver needs it; called on link threads."""
-
-    def import_blocks(self, block_ids: tuple[int, ...], staged_B: Tensor) -> None:
-        """Copy whole blocks out of ``staged_B``."""
-        ...
 
 
 class InboxEvents(Protocol):
@@ -82,8 +72,13 @@ class _Import:
     arrived: float
     opened: OpenLeg | None = None
     offer: Offer | None = None
-    handoff: Handoff | None = None
+    landing: Landing | None = None
+    """Set with the offer."""
     link: Link | None = None
+
+    @property
+    def handoff(self) -> Handoff | None:
+        return self.landing.handoff if self.landing is not None else None
 
     @property
     def state(self) -> HandoffState | None:
@@ -101,20 +96,18 @@ class Inbox:
         layout: KVLayout,
         clock: Clock,
         lease_s: float,
-        call_soon: Callable[[Callable[[], None]], object],
+        errands: Errands,
     ) -> None:
-        """``call_soon`` brings a call from any thread to the event loop."""
         self._pool = pool
         self._cache = cache
         self._layout = layout
         self._clock = clock
         self._lease_s = lease_s
-        self._call_soon = call_soon
         self._owner: InboxEvents | None = None
         self._imports: dict[str, _Import] = {}
         self._waiting: OrderedDict[str, _Import] = OrderedDict()
         self._over: OrderedDict[str, tuple[AbortCause, float]] = OrderedDict()
-        self._errands = Errands()
+        self._errands = errands
         self.counts: Counter[str] = Counter()
         """``started`` = ``committed`` + ``failed`` when nothing is under way; ``bytes`` taken."""
         pool.subscribe(self._on_free)
@@ -211,6 +204,9 @@ class Inbox:
 
     def on_link_lost(self, link: Link, reason: str) -> None:
         """End all handoffs that came over this link and are not committed."""
+        self._errands.guard(functools.partial(self._link_lost, link, reason))
+
+    def _link_lost(self, link: Link, reason: str) -> None:
         for entry in list(self._imports.values()):
             if entry.link is link:
                 error = HandoffFailed(f"link lost: {reason}", stage="handoff")
@@ -232,7 +228,8 @@ class Inbox:
             logger.warning("handoff=%s offered twice", handoff_id)
             return
         entry.offer, entry.link = offer, link
-        entry.handoff = Handoff(handoff_id, offer.key, offer.num_blocks)
+        handoff = Handoff(handoff_id, offer.key, offer.num_blocks)
+        entry.landing = Landing(handoff, self._pool, self._cache)
         self._join(entry)
 
     def _join(self, entry: _Import) -> None:
@@ -303,22 +300,15 @@ class Inbox:
         num_blocks: int,
         staged_B: Tensor,
     ) -> None:
-        # On the link's thread. Whoever ends the handoff cancels its reservation under this lock.
-        if entry is None:
-            return
-        with self._pool.lock:
-            block_ids = self._pool.importing(manifest.handoff_id)
-            if block_ids is None or entry.state is not HandoffState.SENDING:
-                return
-            self._cache.import_blocks(block_ids[start : start + num_blocks], staged_B)
+        # On the link's thread.
+        if entry is not None and entry.landing is not None:
+            entry.landing.write(start, num_blocks, staged_B, manifest.block_bytes)
 
     def _commit(self, link: Link, entry: _Import, manifest: Manifest) -> None:
-        handoff, opened = entry.handoff, entry.opened
-        assert handoff is not None, "it was being sent"
+        landing, opened = entry.landing, entry.opened
+        assert landing is not None, "it was being sent"
         assert opened is not None, "it was joined"
-        with self._pool.lock:
-            handoff.advance(HandoffState.COMMITTED)
-            self._pool.adopt(entry.handoff_id)
+        landing.commit()
         del self._imports[entry.handoff_id]
         self._remember(entry.handoff_id, AbortCause.REFUSED)
         self._errands.tell(link, Commit(handoff_id=entry.handoff_id))
@@ -326,7 +316,7 @@ class Inbox:
         self.counts["bytes"] += manifest.num_bytes
         logger.info(
             "handoff=%s leg=%s committed bytes=%d",
-            entry.handoff_id, handoff.key, manifest.num_bytes,
+            entry.handoff_id, opened.key, manifest.num_bytes,
         )  # fmt: skip
         assert self._owner is not None, "report_to comes first"
         self._owner.on_imported(opened, manifest.output_ids)
@@ -361,18 +351,20 @@ class Inbox:
             handoff_id, cause.value, state.value if state is not None else "waiting for its offer",
         )  # fmt: skip
         del self._imports[handoff_id]
-        self._waiting.pop(handoff_id, None)
+        was_waiting = self._waiting.pop(handoff_id, None) is not None
         self._remember(handoff_id, cause)
-        if entry.handoff is not None:
-            with self._pool.lock:
-                entry.handoff.advance(HandoffState.ABORTED, cause)
-                self._pool.cancel(handoff_id)
+        if entry.landing is not None:
+            entry.landing.abort(cause)
+        if was_waiting:
+            # It held back those behind it, and had no blocks whose return would wake them.
+            self._on_free()
         if tells and entry.link is not None:
             message = AbortHandoff(handoff_id=handoff_id, cause=cause, detail=detail)
             self._errands.tell(entry.link, message)
 
     def _remember(self, handoff_id: str, cause: AbortCause) -> None:
         self._over[handoff_id] = (cause, self._clock.now() + REMEMBERED_S)
+        self._over.move_to_end(handoff_id)  # known before or not: it is the last to be forgotten
         while len(self._over) > MAX_HANDOFFS:
             self._over.popitem(last=False)
 
@@ -383,4 +375,4 @@ class Inbox:
     def _on_free(self) -> None:
         # On whichever thread freed blocks.
         if self._waiting:
-            self._call_soon(self.reserve_waiting)
+            self._errands.soon(self.reserve_waiting)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +16,9 @@ from cluster.errors import PdserveError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_REFUSED = 1
+_STOPPED_EARLY = 130
+_EXIT_S = 1.5
 TRIAL_CONFIG = Path(__file__).parent / "configs" / "trial.yaml"
 
 
@@ -28,9 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(arguments.run(arguments))
     except PdserveError as error:
         print(f"pdserve: {error.message}", file=sys.stderr)
-        return 1
+        return _REFUSED
     except KeyboardInterrupt:
-        return 130
+        return _STOPPED_EARLY
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -81,9 +86,34 @@ def _load(arguments: argparse.Namespace) -> deploy_config.DeployConfig:
 def _serve(arguments: argparse.Namespace) -> int:
     from deploy import launch
 
+    same = _chosen(arguments)
     if arguments.model:
         arguments.overrides.append(f"model.path={arguments.model}")
-    return launch.serve(_load(arguments), is_once=arguments.once)
+    code = _STOPPED_EARLY
+    try:
+        code = launch.serve(_load(arguments), is_once=arguments.once, arguments=same)
+    except PdserveError:
+        code = _REFUSED
+        raise
+    finally:
+        _end_within(_EXIT_S, code)
+    return code
+
+
+def _chosen(arguments: argparse.Namespace) -> list[str]:
+    """Return the options with which another command meets the same cluster, from any folder."""
+    is_default = arguments.config.resolve() == TRIAL_CONFIG.resolve()
+    same = [] if is_default else ["--config", str(arguments.config.resolve())]
+    for override in arguments.overrides:
+        same += ["--set", override]
+    return same
+
+
+def _end_within(timeout_s: float, code: int) -> None:
+    """End this process in any case: a library's thread or exit hook must not hold its shell."""
+    timer = threading.Timer(timeout_s, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
 
 
 def _down(arguments: argparse.Namespace) -> int:

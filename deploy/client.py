@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from types import TracebackType
 
+# The address is a door: a proxy of the environment has no part in it.
+_CHANNEL_OPTIONS = (("grpc.enable_http_proxy", 0),)
 _BY_GRPC_CODE = {error.grpc_code: error for error in errors.BY_CODE.values()}
 
 
@@ -26,8 +28,9 @@ class Client:
     """A connection to one gRPC door; thread-safe, closed by ``close`` or by leaving ``with``."""
 
     def __init__(self, address: str) -> None:
-        self._channel = grpc.insecure_channel(address)
+        self._channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
         self._stub = pb_grpc.InferenceStub(self._channel)
+        self._address = address
 
     def __enter__(self) -> Client:
         """Return the client itself."""
@@ -45,6 +48,16 @@ class Client:
     def close(self) -> None:
         """Close the connection; running streams end as cancelled."""
         self._channel.close()
+
+    def connect(self, *, timeout_s: float = 5.0) -> None:
+        """Wait until the door answers; raises NoWorker where it doesn't.
+
+        Calls connect by themselves; this tells a door that is closed from one that refuses.
+        """
+        try:
+            grpc.channel_ready_future(self._channel).result(timeout=timeout_s)
+        except grpc.FutureTimeoutError as error:
+            raise errors.NoWorker(f"no gRPC door answers at {self._address}") from error
 
     def generate(
         self,

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from google.protobuf.json_format import MessageToDict
 
+from cluster.errors import NoWorker, StartupError
+from deploy import commands
 from deploy.client import Client
 from deploy.proof import timeline_text
 
@@ -15,9 +17,14 @@ if TYPE_CHECKING:
 
     from cluster.config import DeployConfig
 
+_CONNECT_S = 3.0
+
 
 def stream(config: DeployConfig, arguments: argparse.Namespace) -> int:
-    """Print the answer as it comes, then its timeline; returns the exit code."""
+    """Print the answer as it comes, then its timeline; returns the exit code.
+
+    Raises StartupError where there is no cluster, or the request's own error.
+    """
     options = {
         "max_tokens": arguments.max_tokens,
         "temperature": arguments.temperature,
@@ -31,6 +38,10 @@ def stream(config: DeployConfig, arguments: argparse.Namespace) -> int:
         else {"messages": [("user", arguments.prompt)]}
     )
     with Client(f"{config.endpoints.host}:{config.endpoints.grpc_port}") as client:
+        try:
+            client.connect(timeout_s=_CONNECT_S)
+        except NoWorker as error:
+            raise StartupError(f"{error.message}; {commands.START_REMEDY}") from error
         for piece in client.generate(**source, **options):
             sys.stdout.write(piece.text)
             sys.stdout.flush()

@@ -19,7 +19,11 @@ class ClusterHost(Protocol):
         ...
 
     def failure(self) -> StartupError | None:
-        """Return why the cluster cannot become or stay ready, with reason and log path."""
+        """Return why the cluster cannot become or stay ready, with its reason."""
+        ...
+
+    def where_logs(self) -> str:
+        """Say where this cluster's logs are, in words that end a sentence."""
         ...
 
     def stop(self, timeout_s: float) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import logging
 import threading
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
@@ -20,7 +22,10 @@ if TYPE_CHECKING:
 
     from cluster.config import DeployConfig, PoolConfig
 
+logger = logging.getLogger(__name__)
+
 _STOP_GRACE_S = 1.0
+_START_TIMEOUT_S = 180.0
 
 
 class InlineHost:
@@ -38,7 +43,11 @@ class InlineHost:
     def start(self) -> None:
         """Start the loop and return when all of it is up; raises StartupError."""
         self._thread.start()
-        self._started.wait()
+        if not self._started.wait(_START_TIMEOUT_S):
+            raise StartupError(
+                f"the workers were not loaded after {_START_TIMEOUT_S:.0f} s: start again with a "
+                "smaller model or fewer workers"
+            )
         if self._failure is not None:
             raise self._failure
 
@@ -46,10 +55,15 @@ class InlineHost:
         """Return why the loop ended, if it did."""
         return self._failure
 
+    def where_logs(self) -> str:
+        """It logs to the terminal."""
+        return "--verbose shows what happened before"
+
     def stop(self, timeout_s: float) -> None:
         """End the loop, for ``timeout_s`` at most."""
         if self._loop is not None and self._stop is not None and self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stop.set)
+            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+                self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
@@ -58,6 +72,7 @@ class InlineHost:
         except PdserveError as error:
             self._failure = StartupError(error.message)
         except Exception as error:
+            logger.exception("the cluster ended")
             self._failure = StartupError(f"the cluster ended: {error!r}")
         finally:
             self._started.set()
@@ -90,8 +105,11 @@ class InlineHost:
             stopped = asyncio.create_task(self._stop.wait())
             ends: set[asyncio.Future[Any]] = {stopped, *faults}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if any(fault.done() for fault in faults):
-                raise EngineFault("an engine failed")
+            for worker, fault in zip(workers, faults, strict=True):
+                if fault.done():
+                    raise EngineFault(
+                        f"the engine of {worker.worker_id} failed: {fault.result()!r}"
+                    ) from fault.result()
 
     async def _start_worker(
         self, stack: AsyncExitStack, pool: PoolConfig, index: int, transport: LoopbackTransport

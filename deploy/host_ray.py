@@ -6,17 +6,23 @@ import logging
 import os
 import re
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cluster.clock import SystemClock
 from cluster.errors import StartupError
 from deploy.cores import pin_process
 from deploy.serve_config import APP_NAME, serve_config
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from cluster.config import DeployConfig
     from deploy.run_state import RunState
 
+logger = logging.getLogger(__name__)
+
+_STATUS_TIMEOUT_S = 5.0
+_SILENT_S = 30.0  # Serve's controller is back sooner where it only crashed
 _OBJECT_STORE_BYTES = 80 << 20  # Ray carries neither tensors nor tokens, so the least it takes
 _RAY_ENVIRONMENT = {
     # Ray's core binds every listener to 127.0.0.1 with this (one machine only).
@@ -38,8 +44,11 @@ class RayHost:
         self._config = config
         self._model_path = model_path
         self._state = state
-        self._log_dir = Path()
         self._is_started = False
+        self._has_app = False
+        self._clock = SystemClock()
+        self._answered = 0.0
+        self._asking: threading.Thread | None = None
 
     def start(self) -> None:
         """Start Ray and Serve and hand Serve the config file's content."""
@@ -47,14 +56,20 @@ class RayHost:
         # pin themselves to their own.
         os.environ.update(_RAY_ENVIRONMENT)
         pin_process(self._config.service_cores)
-        import ray
-        from ray import serve
-        from ray.serve.context import _get_global_client
-        from ray.serve.schema import ServeDeploySchema
-
         self._is_started = True
+        try:
+            self._start_ray()
+            self._start_serve()
+        except Exception as error:
+            # Ray and Serve raise what they like: RuntimeError, OSError, their own.
+            raise StartupError(f"Ray could not start: {_last_error(str(error))}") from error
+        self._answered = self._clock.now()
+
+    def _start_ray(self) -> None:
+        import ray
+
         gpus = sum(pool.gpus_per_worker * pool.count for pool in self._config.pools)
-        context: Any = ray.init(
+        ray.init(
             address="local",
             include_dashboard=False,
             num_cpus=os.cpu_count(),
@@ -65,59 +80,125 @@ class RayHost:
             configure_logging=True,
             _temp_dir=str(self._state.ray_dir),
         )
-        self._log_dir = Path(context.address_info["session_dir"]) / "logs" / "serve"
+
+    def _start_serve(self) -> None:
+        from ray import serve
+        from ray.serve.context import _get_global_client
+        from ray.serve.schema import ServeDeploySchema
+
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         tree = serve_config(
             self._config, model_path=str(self._model_path), cores_dir=str(self._state.cores_dir)
         )
         serve.start(proxy_location=tree["proxy_location"])
+        self._has_app = True
         client: Any = _get_global_client()
         client.deploy_apps(ServeDeploySchema.model_validate(tree))
 
     def failure(self) -> StartupError | None:
         """Read Serve's status; a deployment that failed names its last error and its log."""
-        from ray import serve
-
-        app = serve.status().applications.get(APP_NAME)
+        app = self._status()
         if app is None:
+            silent_s = self._clock.now() - self._answered
+            if silent_s > _SILENT_S:
+                return StartupError(f"Ray Serve has not answered for {silent_s:.0f} s")
             return None
         if app.status.value == "DEPLOY_FAILED" and not app.deployments:
-            return StartupError(f"Serve could not build the app: {app.message}")
+            return StartupError(f"Serve could not build the app: {_last_error(app.message)}")
         for name, deployment in app.deployments.items():
             if deployment.status.value == "DEPLOY_FAILED":
                 return self._failed(name, deployment.message)
         return None
 
+    def _status(self) -> Any:
+        """Return the app's status, or None where Serve doesn't tell it within a bounded time."""
+        if self._asking is not None and self._asking.is_alive():
+            self._asking.join(_STATUS_TIMEOUT_S)
+            return None
+        found: list[Any] = []
+        # Serve's own call has no timeout, and waits for ever where its controller hangs.
+        self._asking = threading.Thread(
+            target=_ask_status, args=(found,), name="serve-status", daemon=True
+        )
+        self._asking.start()
+        self._asking.join(_STATUS_TIMEOUT_S)
+        if not found:
+            return None
+        self._answered = self._clock.now()
+        return found[0].applications.get(APP_NAME)
+
     def _failed(self, deployment: str, message: str) -> StartupError:
+        """Write down all that is known, since Serve tells a replica's last error elsewhere."""
         logs = sorted(
             self._log_dir.glob(f"replica_{APP_NAME}_{deployment}_*.log"),
             key=lambda path: path.stat().st_mtime,
         )
-        where = logs[-1] if logs else self._log_dir
+        told = [_plain(message), *(path.read_text(errors="replace") for path in logs[-1:])]
+        where = self._state.logs_dir / f"{deployment}.log"
+        where.write_text("\n\n".join(told), encoding="utf-8")
         return StartupError(f"{deployment} failed to start: {_last_error(message)} (log: {where})")
+
+    @property
+    def _log_dir(self) -> Path:
+        """Where Serve's replicas log; the folder is there from the start, Serve's part later."""
+        logs = (self._state.ray_dir / "session_latest").resolve() / "logs"
+        return logs / "serve" if (logs / "serve").is_dir() else logs
+
+    def where_logs(self) -> str:
+        """Name the folder of the replicas' logs."""
+        return f"logs: {self._log_dir}"
 
     def stop(self, timeout_s: float) -> None:
         """Shut Serve and Ray down, for ``timeout_s`` at most."""
         if not self._is_started:
             return
         self._is_started = False
-        stopper = threading.Thread(target=_shut_down, name="ray-shutdown", daemon=True)
+        stopper = threading.Thread(
+            target=_shut_down, args=(self._has_app,), name="ray-shutdown", daemon=True
+        )
         stopper.start()
         stopper.join(timeout_s)
 
 
-def _shut_down() -> Any:
+def _ask_status(found: list[Any]) -> None:
+    from ray import serve
+
+    try:
+        found.append(serve.status())
+    except Exception as error:
+        logger.warning("Serve's status: %r", error)
+
+
+def _shut_down(has_app: bool) -> None:
     import ray
     from ray import serve
 
-    # Not serve.shutdown: it kills the controller in mid-call, which Ray then complains of.
-    serve.delete(APP_NAME)
-    ray.shutdown()
+    try:
+        # Not serve.shutdown: it kills the controller in mid-call, which Ray then complains of. And
+        # not without an app: Serve would start a Ray of its own to look for it.
+        if has_app and ray.is_initialized():
+            serve.delete(APP_NAME)
+    except Exception as error:
+        logger.warning("Serve's app could not be deleted: %r", error)
+    finally:
+        ray.shutdown()
+
+
+def _plain(message: str) -> str:
+    """Return a Serve message without colours."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", message)
 
 
 def _last_error(message: str) -> str:
     """Return the innermost error line of a Serve message, without colours and traceback."""
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", message)
+    plain = _plain(message)
+    if "ActorDiedError" in plain or "WorkerCrashedError" in plain:
+        return (
+            "its process was killed or crashed while it was loading; where the machine ran out of "
+            "memory, the kernel's log says so: free some, or lower kv_tokens or count of the pools"
+        )
     lines = [line.strip() for line in plain.splitlines() if line.strip()]
     named = [line for line in lines if re.match(r"^[\w.]*(Error|Exception|Unsupported\w*)\b", line)]
-    return (named or lines or ["no reason given"])[-1]
+    line = (named or lines or ["no reason given"])[-1]
+    # Our own errors are told without the name of their class.
+    return re.sub(r"^cluster\.errors\.\w+: ", "", line)

@@ -2,15 +2,16 @@
 
 check the machine -> fetch the model -> claim the run folder -> start the host -> wait until every
 worker has registered and the doors answer -> prove it with one streamed request -> serve -> stop.
+
+Ctrl-C is KeyboardInterrupt in any of these phases, and stopping takes less than 10 s. What a failed
+run logged stays in its run folder until the next one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import signal
 import sys
-import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -19,13 +20,16 @@ import httpx
 from cluster.config import Host
 from cluster.control.status import get_cluster
 from cluster.errors import PdserveError, StartupError
-from deploy import proof
+from deploy import calls, proof
 from deploy.machine import check_machine, check_memory
 from deploy.model_source import resolve_model
 from deploy.run_state import RunState
+from deploy.stop_signals import StopSignals
 from router.served import served_model
 
 if TYPE_CHECKING:
+    import threading
+    from collections.abc import Sequence
     from pathlib import Path
 
     from cluster.config import DeployConfig
@@ -33,43 +37,50 @@ if TYPE_CHECKING:
 
 _READY_TIMEOUT_S = 180.0
 _POLL_S = 0.25
-_STOP_TIMEOUT_S = 7.0
+_STOP_TIMEOUT_S = 6.0
 _CLEAR_TIMEOUT_S = 2.0
-_INTERRUPTED = 130
 
 
-def serve(config: DeployConfig, *, is_once: bool) -> int:
+def serve(config: DeployConfig, *, is_once: bool, arguments: Sequence[str] = ()) -> int:
     """Run a cluster until Ctrl-C (or SIGTERM), or until its proof with ``is_once``.
 
-    Raises StartupError with the reason and the remedy; whatever was started is stopped first.
+    ``arguments`` are the options of the command that chose this config; the printed calls repeat
+    them. Raises StartupError with the reason and the remedy, or KeyboardInterrupt where it is told
+    to stop before it serves; whatever was started is stopped first.
     """
     began = time.monotonic()
+    signals = StopSignals()
+    signals.arm()
     state = RunState(config.endpoints.control_port)
     check_machine(config, state=state)
     model = resolve_model(config.model.path, config.model.name)
-    folder = model.folder
-    config = _completed(config, folder, model.name)
-    check_memory(config, folder)
+    config = _completed(config, model.folder, model.name)
+    check_memory(config, model.folder)
+    host = _host(config, model.folder, state)
     state.begin(_ports(config))
-    host = _host(config, folder, state)
-    stopping = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stopping.set())
-    is_ready = False
+    keep_logs = True
     try:
-        _say("starting the cluster ...")
-        host.start()
-        is_ready = _wait_ready(config, host, stopping)
-        if not is_ready:
-            return _INTERRUPTED
-        _say(f"ready after {time.monotonic() - began:.1f} s; one request as a proof:\n")
-        proof.prove(config)
-        if not is_once:
-            proof.print_calls(config)
-            _say("serving; stop with Ctrl-C")
-            _serve_until(stopping, host)
+        try:
+            _start(config, host, signals)
+            _say(f"ready after {time.monotonic() - began:.1f} s; one request as a proof:\n")
+            proof.prove(config)
+            if not is_once:
+                calls.print_calls(config, arguments)
+                _say("serving; stop with Ctrl-C")
+                _serve_until(signals.stopping, host)
+        finally:
+            signals.disarm()
+        keep_logs = False
+    except KeyboardInterrupt:
+        keep_logs = False
+        raise
+    except StartupError as error:
+        # One log may tell all; where none is named yet, say where they are.
+        if str(state.folder) in error.message:
+            raise
+        raise StartupError(f"{error.message} ({host.where_logs()})") from error
     finally:
-        _stop(host, state, keep_logs=not is_ready)
+        _stop(host, state, keep_logs=keep_logs)
     return 0
 
 
@@ -107,20 +118,23 @@ def _host(config: DeployConfig, folder: Path, state: RunState) -> ClusterHost:
     return RayHost(config, model_path=folder, state=state)
 
 
-def _wait_ready(config: DeployConfig, host: ClusterHost, stopping: threading.Event) -> bool:
-    """Wait until all workers are there and the router says ready; False: told to stop."""
+def _start(config: DeployConfig, host: ClusterHost, signals: StopSignals) -> None:
+    """Start the host, and wait until all workers are there and the router says ready."""
+    _say("starting the cluster ...")
+    host.start()
+    signals.arm()  # Ray takes SIGTERM for itself
     deadline = time.monotonic() + _READY_TIMEOUT_S
-    while not stopping.is_set():
+    while missing := _missing(config):
         failure = host.failure()
         if failure is not None:
             raise failure
-        missing = _missing(config)
-        if not missing:
-            return True
         if time.monotonic() >= deadline:
-            raise StartupError(f"not ready after {_READY_TIMEOUT_S:.0f} s: {missing}")
-        stopping.wait(_POLL_S)
-    return False
+            raise StartupError(
+                f"not ready after {_READY_TIMEOUT_S:.0f} s: {missing}; see its log for what it "
+                "waits for, and start again with a smaller model or fewer workers"
+            )
+        if signals.stopping.wait(_POLL_S):
+            raise KeyboardInterrupt
 
 
 def _missing(config: DeployConfig) -> str:
@@ -138,17 +152,21 @@ def _missing(config: DeployConfig) -> str:
         return f"{view.num_routers} of {config.router.replicas} routers connected"
     try:
         url = f"http://{endpoints.host}:{endpoints.http_port}/health/ready"
-        answer = httpx.get(url, timeout=5.0)
+        answer = httpx.get(url, timeout=5.0, trust_env=False)
     except httpx.HTTPError as error:
         return f"the HTTP door does not answer ({error})"
     return "" if answer.status_code == httpx.codes.OK else f"not ready: {answer.text[:200]}"
 
 
 def _serve_until(stopping: threading.Event, host: ClusterHost) -> None:
-    while not stopping.wait(1.0):
-        failure = host.failure()
-        if failure is not None:
-            raise failure
+    """Serve until told to stop, which is how it is meant to end."""
+    try:
+        while not stopping.wait(1.0):
+            failure = host.failure()
+            if failure is not None:
+                raise failure
+    except KeyboardInterrupt:
+        return
 
 
 def _stop(host: ClusterHost, state: RunState, *, keep_logs: bool) -> None:

@@ -91,11 +91,19 @@ def cores_problem(config: DeployConfig) -> Problem | None:
     for field, cores in named.items():
         missing = sorted(set(cores) - usable)
         if missing:
+            choice = _listed(sorted(usable))
             return Problem(
                 reason=f"{field}: this machine has no core {_listed(missing)}",
-                remedy=f"choose from {_listed(sorted(usable))}, or leave it empty",
+                remedy=f"choose from {choice}, or pin nothing with {_unpinned(config)}",
             )
     return None
+
+
+def _unpinned(config: DeployConfig) -> str:
+    """Options that name no core; all of them, since service_cores asks for cores of each pool."""
+    fields = ["service_cores"] if config.service_cores else []
+    fields += [f"pools.{pool.name}.cores" for pool in config.pools if pool.cores]
+    return " ".join(f"--set {field}=[]" for field in fields)
 
 
 def port_problems(config: DeployConfig) -> list[Problem | None]:

@@ -1,13 +1,15 @@
-"""The proof after a start: one streamed request over HTTP, and calls to paste."""
+"""The proof after a start: one streamed request over HTTP, and where its time went."""
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import httpx
 
+from cluster.config import Role
 from cluster.errors import StartupError
 
 if TYPE_CHECKING:
@@ -16,52 +18,112 @@ if TYPE_CHECKING:
     from cluster.config import DeployConfig
 
 QUESTION = "What is the capital of France?"
+_TRIAL_ANSWER = "Paris"
 _MAX_TOKENS = 48
 _TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What the proof's request brought."""
+
+    text: str
+    finish_reason: str | None
+    timeline: dict[str, Any] | None
 
 
 def prove(config: DeployConfig) -> str:
     """Stream the answer to ``QUESTION`` to the terminal with its timeline; returns the text.
 
-    Raises StartupError where the cluster does not answer as it should.
+    Raises StartupError where the cluster does not answer as it should: no text, no timeline, no
+    handoff between two pools, or a trial model that doesn't know the capital of France.
     """
     sys.stdout.write(f"> {QUESTION}\n")
-    text, timeline = "", None
+    answer = _ask(config)
+    sys.stdout.write("\n\n")
+    if answer.timeline is not None:
+        sys.stdout.write(f"{timeline_text(answer.timeline)}\n\n")
+    sys.stdout.flush()
+    lack = what_lacks(config, answer)
+    if lack:
+        raise StartupError(f"the proof failed: {lack}")
+    return answer.text
+
+
+def what_lacks(config: DeployConfig, answer: Answer) -> str:
+    """Say what an answer proves to be wrong with the cluster; empty: nothing."""
+    if answer.finish_reason is None:
+        return "the stream ended without a finish_reason"
+    if not answer.text.strip():
+        return "the answer has no text"
+    if answer.timeline is None:
+        return "the stream ended without its timeline"
+    if config.model.path == "trial" and _TRIAL_ANSWER not in answer.text:
+        return f"the trial model's answer doesn't name {_TRIAL_ANSWER}"
+    return _missing_handoff(config, answer.timeline)
+
+
+def _missing_handoff(config: DeployConfig, timeline: dict[str, Any]) -> str:
+    if any(pool.role is Role.MIXED for pool in config.pools):
+        return ""  # a mixed worker may do both halves itself
+    if timeline["decode"]["num_steps"] == 0:
+        return ""  # the answer was whole with its first token
+    if timeline["prefill"]["transfer_bytes"] == 0:
+        return "no KV went from the prefill to the decode worker"
+    return ""
+
+
+def _ask(config: DeployConfig) -> Answer:
+    text, finish_reason, timeline = "", None, None
     for event in _events(config):
         if "error" in event:
             raise StartupError(f"the proof failed: {event['error']['message']}")
         for choice in event["choices"]:
-            piece = choice["delta"].get("content") or ""
-            text += piece
-            sys.stdout.write(piece)
+            piece = choice["delta"].get("content") if "delta" in choice else choice["text"]
+            text += piece or ""
+            finish_reason = choice["finish_reason"] or finish_reason
+            sys.stdout.write(piece or "")
             sys.stdout.flush()
         timeline = event.get("timeline") or timeline
-    if timeline is None:
-        raise StartupError("the proof failed: the stream ended without its timeline")
-    sys.stdout.write(f"\n\n{timeline_text(timeline)}\n\n")
-    return text
+    return Answer(text=text, finish_reason=finish_reason, timeline=timeline)
 
 
 def _events(config: DeployConfig) -> Iterator[dict[str, Any]]:
+    """Ask as a chat, or plainly where the model knows no chats."""
     endpoints = config.endpoints
-    body = {
+    options = {
         "model": config.model.name,
-        "messages": [{"role": "user", "content": QUESTION}],
         "max_tokens": _MAX_TOKENS,
         "temperature": 0,
         "stream": True,
         "timeline": True,
     }
-    url = f"http://{endpoints.host}:{endpoints.http_port}/v1/chat/completions"
-    try:
-        with httpx.stream("POST", url, json=body, timeout=_TIMEOUT_S) as response:
-            if response.status_code != httpx.codes.OK:
-                raise StartupError(f"the proof failed: {response.read().decode()}")
-            for line in response.iter_lines():
-                if line.startswith("data: ") and line != "data: [DONE]":
-                    yield json.loads(line.removeprefix("data: "))
-    except httpx.HTTPError as error:
-        raise StartupError(f"the proof failed: {error}") from error
+    asks: dict[str, dict[str, Any]] = {
+        "chat/completions": {"messages": [{"role": "user", "content": QUESTION}]},
+        "completions": {"prompt": QUESTION},
+    }
+    base = f"http://{endpoints.host}:{endpoints.http_port}/v1"
+    reason = ""
+    # The doors are on this machine: a proxy of the environment has no part in it.
+    with httpx.Client(timeout=_TIMEOUT_S, trust_env=False) as client:
+        for path, ask in asks.items():
+            try:
+                with client.stream("POST", f"{base}/{path}", json=options | ask) as response:
+                    if response.status_code == httpx.codes.OK:
+                        yield from _parsed(response)
+                        return
+                    reason = response.read().decode()
+            except httpx.HTTPError as error:
+                raise StartupError(f"the proof failed: {error!r}") from error
+            if "no chat template" not in reason:
+                break
+    raise StartupError(f"the proof failed: {reason}")
+
+
+def _parsed(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    for line in response.iter_lines():
+        if line.startswith("data: ") and line != "data: [DONE]":
+            yield json.loads(line.removeprefix("data: "))
 
 
 def timeline_text(timeline: dict[str, Any]) -> str:
@@ -84,44 +146,3 @@ def timeline_text(timeline: dict[str, Any]) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms"
-
-
-def print_calls(config: DeployConfig) -> None:
-    """Print calls that work as they stand, and the limits in force."""
-    endpoints, limits = config.endpoints, config.limits
-    decoding = [pool for pool in config.pools if pool.role.value != "prefill"]
-    values = {
-        "http": f"http://{endpoints.host}:{endpoints.http_port}",
-        "grpc": f"{endpoints.host}:{endpoints.grpc_port}",
-        "model": config.model.name,
-        "context": config.model.max_model_len,
-        "slots": sum(pool.count * pool.max_num_seqs for pool in decoding),
-        "kv": sum(pool.count * pool.kv_tokens for pool in decoding),
-        "deadline": f"{limits.default_deadline_s:g}",
-        "queue": config.scheduling.max_queue_requests,
-    }
-    sys.stdout.write(_CALLS.format_map(values))
-
-
-_CALLS = """\
-curl {http}/v1/chat/completions -H 'content-type: application/json' -d '{{
-  "model": "{model}", "stream": true,
-  "messages": [{{"role": "user", "content": "Tell me a short story."}}]}}'
-
-python -c '
-import openai
-client = openai.OpenAI(base_url="{http}/v1", api_key="none")
-answer = client.chat.completions.create(model="{model}",
-    messages=[{{"role": "user", "content": "Tell me a short story."}}])
-print(answer.choices[0].message.content)'
-
-grpcurl -plaintext -d '{{"prompt": "Once upon a time", "max_tokens": 32}}' \\
-  {grpc} pdserve.v1.Inference/Generate
-
-pdserve generate "Tell me a short story."
-pdserve status
-
-limits: context {context} tokens, {slots} sequences decode at once, {kv} tokens of KV,
-        {queue} requests may wait, deadline {deadline} s unless a request sets timeout
-
-"""

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.clock import Clock, SystemClock
 from cluster.errors import StartupError
-from deploy import locks, processes
+from deploy import commands, locks, processes
 from deploy.processes import ProcessRef
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class RunState:
     def __init__(
         self, control_port: int, *, root: Path = Path("/tmp"), clock: Clock | None = None
     ) -> None:
+        self._control_port = control_port
         self._parent = root / f"pdserve-{os.getuid()}"
         self.folder = self._parent / str(control_port)
         self._lock_path = self._parent / f"{control_port}.lock"
@@ -136,13 +137,13 @@ class RunState:
         if launcher is not None:
             raise StartupError(
                 f"a cluster with this control port is running already: {launcher}; "
-                "stop it with `pdserve down`, or choose other ports"
+                f"stop it with `{commands.down(self._control_port)}`, or choose other ports"
             )
         left = self.leftovers()
         if left:
             raise StartupError(
                 f"an earlier run left {len(left)} processes behind: {', '.join(map(str, left))}; "
-                "clear them with `pdserve down`"
+                f"clear them with `{commands.down(self._control_port)}`"
             )
 
     def clear(self, timeout_s: float, *, keep_folder: bool = False) -> list[ProcessRef]:

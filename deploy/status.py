@@ -10,6 +10,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from cluster.control.status import get_cluster
+from cluster.errors import NoWorker, StartupError
+from deploy import commands
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,9 +23,12 @@ _TIMEOUT_S = 5.0
 
 
 def show(config: DeployConfig, *, is_json: bool) -> int:
-    """Print the view; raises NoWorker where no control plane answers."""
+    """Print the view; raises StartupError where no control plane answers."""
     address = f"{config.endpoints.host}:{config.endpoints.control_port}"
-    view = asyncio.run(get_cluster(address, timeout_s=_TIMEOUT_S))
+    try:
+        view = asyncio.run(get_cluster(address, timeout_s=_TIMEOUT_S))
+    except NoWorker as error:
+        raise StartupError(f"{error.message}; {commands.START_REMEDY}") from error
     if is_json:
         text = json.dumps(dataclasses.asdict(view), default=_plain, indent=2)
     else:

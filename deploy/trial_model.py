@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TRIAL_NAME = "smollm2-135m-instruct"
+TRIAL_NAME = "SmolLM2-135M-Instruct"
 """The name that clients use for the trial model."""
 _RECIPE = 1  # raised whenever the conversion writes something else
 _MARKER = "verified.json"

@@ -1,6 +1,6 @@
 """One worker: an engine and a KV pool, with the prefill half, the decode half, or both.
 
-    routers ──legs──▶ WorkerServer ──▶ Worker ──▶ PrefillHalf, DecodeHalf ──▶ EngineLoop
+    routers ──legs──▶ WorkerServer ──▶ WorkerLegs ──▶ PrefillHalf, DecodeHalf ──▶ EngineLoop
     engine's step thread ──one call a step──▶ event loop ──▶ halves ──▶ routers
     other workers ◀──links──▶ Outbox, Inbox          control plane ◀──reports── Worker
 
@@ -14,32 +14,29 @@ import contextlib
 import functools
 import logging
 import uuid
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cluster.clock import Clock, SystemClock
 from cluster.config import Role
+from cluster.control.membership import LEFT_FOR_FAULT
 from cluster.control.report_client import ReportClient
 from cluster.engine.loop import EngineLoop
 from cluster.engine.scheduler import StepScheduler
-from cluster.errors import (
-    EngineFault,
-    InvalidRequest,
-    PdserveError,
-    QueueFull,
-    StartupError,
-    WorkerLost,
-)
-from cluster.handoff import AbortCause
+from cluster.engine.step_model import StepModel
+from cluster.errors import EngineFault, StartupError, WorkerLost
 from cluster.kv.block_pool import BlockPool
-from cluster.request import LegEnd, LegKind, Peer
+from cluster.request import Peer
+from cluster.rpc.errands import Errands
 from cluster.rpc.leg_rules import LegRules
 from cluster.rpc.link_acceptor import LinkAcceptor
 from cluster.rpc.link_dialer import LinkDialer
 from cluster.rpc.server import WorkerServer
 from decode_worker.inbox import Inbox
 from decode_worker.streams import DecodeHalf
+from deploy.worker_legs import WorkerLegs
 from deploy.worker_parts import WorkerParts, load_parts
 from deploy.worker_report import WorkerReporter
+from deploy.worker_watch import WorkerWatch
 from prefill_worker.intake import PrefillHalf
 from prefill_worker.outbox import Outbox
 
@@ -49,16 +46,13 @@ if TYPE_CHECKING:
 
     from cluster.config import DeployConfig, PoolConfig
     from cluster.engine.plan import StepEvents
-    from cluster.request import Leg, LegKey
-    from cluster.rpc.legs import LegSink
     from cluster.rpc.link import LinkEvents
     from cluster.transport.base import Transport
 
 logger = logging.getLogger(__name__)
 
-TICK_S = 0.1
-"""How late a deadline outside the engine may be noticed."""
-MAX_OPEN_LEGS = 1024
+START_TIMEOUT_S = 60.0
+"""For the control plane to accept a worker, which may start before it."""
 _ENGINE_STOP_S = 5.0
 
 
@@ -78,43 +72,44 @@ class Worker:
         self.worker_id = worker_id
         self.incarnation = uuid.uuid4().hex
         self._config = config
+        self._control_address = control_address
         self._parts = parts
         self._clock = clock or SystemClock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._fault: asyncio.Future[BaseException] | None = None
         self._changed = asyncio.Event()
-        self._ticker: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._leaving: asyncio.Task[None] | None = None
         self._is_stopping = False
+        self._errands = Errands(call_soon=self._call_soon, on_failure=self._fail)
         self._pool = BlockPool(pool.num_blocks)
         self._engine = self._make_engine(pool)
         self._dialer: LinkDialer | None = None
         self._acceptor: LinkAcceptor | None = None
-        self._prefill = self._make_prefill() if pool.role is not Role.DECODE else None
-        self._decode = self._make_decode() if pool.role is not Role.PREFILL else None
-        self._halves = [half for half in (self._prefill, self._decode) if half is not None]
-        self._rules = LegRules(
-            layout=parts.layout,
-            num_blocks=pool.num_blocks,
-            max_model_len=parts.max_model_len,
-            vocab_size=parts.vocab_size,
-            worker_id=worker_id,
+        self.legs = self._make_legs(pool)
+        self._watch = WorkerWatch(
+            clock=self._clock,
+            engine=self._engine,
+            pool=self._pool,
+            halves=self.legs.halves,
+            on_fault=self._fail,
         )
         self._server = WorkerServer(
-            self, self._acceptor, incarnation=self.incarnation, host=config.endpoints.host
+            self.legs, self._acceptor, incarnation=self.incarnation, host=config.endpoints.host
         )
         self._reporter = WorkerReporter(
             pool=pool,
             parts=parts,
             blocks=self._pool,
             engine=self._engine,
-            halves=(self._prefill, self._decode),
+            legs=self.legs,
+            watch=self._watch,
         )
         self._report = ReportClient(
             control_address,
             registration=lambda: self._reporter.registration(self.me),
             report=self._reporter.report,
-            on_abort_grant=self._abort_grant,
+            on_abort_grant=self.legs.abort_grant,
             clock=self._clock,
         )
         self.me = Peer(worker_id=worker_id, incarnation=self.incarnation, address="")
@@ -146,25 +141,28 @@ class Worker:
             self._fault = asyncio.get_running_loop().create_future()
         return self._fault
 
-    @property
-    def num_open_legs(self) -> int:
-        """Legs that have not ended."""
-        return sum(len(half.book) for half in self._halves)
+    def check_health(self) -> None:
+        """Raise EngineFault once this worker can serve no more."""
+        if self.fault.done():
+            raise EngineFault("the worker failed", worker_id=self.worker_id) from (
+                self.fault.result()
+            )
 
-    async def start(self) -> None:
+    async def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Listen, start the step thread, and return when the control plane has accepted this.
 
-        Raises StartupError where it refuses, or where the port is taken.
+        Raises StartupError where it refuses or isn't there in time, where this worker fails
+        before that, or where the port is taken.
         """
         self._loop = asyncio.get_running_loop()
         address = await self._server.start()
         self.me = Peer(worker_id=self.worker_id, incarnation=self.incarnation, address=address)
         self._engine.start()
-        self._ticker = self._loop.create_task(self._tick())
+        self._watching = self._loop.create_task(self._watch.run())
         await self._report.start()
         try:
-            await self._report.accepted
-        except PdserveError:
+            await self._until_accepted(timeout_s)
+        except StartupError:
             await self.stop(0.0)
             raise
         self._report.refused.add_done_callback(self._refused)
@@ -179,7 +177,7 @@ class Worker:
         self._is_stopping = True
         await self._report.stop("stopping")
         await self._until_idle(grace_s)
-        self._close_halves(WorkerLost("the worker is stopping", worker_id=self.worker_id))
+        self.legs.close(WorkerLost("the worker is stopping", worker_id=self.worker_id))
         await asyncio.to_thread(self._engine.stop, _ENGINE_STOP_S)
         await self._until_idle(1.0)
         if self._dialer is not None:
@@ -187,38 +185,11 @@ class Worker:
         if self._acceptor is not None:
             await self._acceptor.close()
         await self._server.stop(1.0)
-        if self._ticker is not None:
-            self._ticker.cancel()
+        if self._watching is not None:
+            self._watching.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._ticker
-        logger.info("worker=%s stopped, legs=%d", self.worker_id, self.num_open_legs)
-
-    # ---- for the server
-
-    def start_leg(self, leg: Leg, sink: LegSink) -> None:
-        """Take a leg, or end it at once with the reason."""
-        if self._is_open(leg.key):
-            self._refuse_double(leg, sink)
-            return
-        try:
-            self._check_state()
-            self._rules.check(leg)
-            half = self._half_for(leg.kind)
-        except PdserveError as error:
-            error.worker_id = self.worker_id
-            self._refuse(leg, sink, error)
-            return
-        half.start_leg(leg, sink)
-
-    def abort_leg(self, key: LegKey, cause: AbortCause) -> None:
-        """Give a leg up, whichever half has it."""
-        for half in self._halves:
-            half.abort_leg(key, cause)
-
-    def router_lost(self, sink: LegSink) -> None:
-        """Give up the legs of a router that is gone."""
-        for half in self._halves:
-            half.router_lost(sink, AbortCause.CANCELLED)
+                await self._watching
+        logger.info("worker=%s stopped, legs=%d", self.worker_id, len(self.legs))
 
     # ---- composition
 
@@ -231,13 +202,30 @@ class Worker:
             pool.chunk_tokens,
             self._parts.max_model_len,
         )
+        speed = self._parts.speed
         return EngineLoop(
             scheduler=scheduler,
             runner=self._parts.runner,
             clock=self._clock,
-            on_events=lambda events: self._call_soon(functools.partial(self._on_step, events)),
-            on_fault=lambda error: self._call_soon(functools.partial(self._on_fault, error)),
+            on_events=lambda events: self._errands.soon(functools.partial(self._on_step, events)),
+            on_fault=lambda error: self._errands.soon(functools.partial(self._fail, error)),
             pin=self._parts.pin,
+            speed=StepModel(speed.base_s, speed.per_seq_s, speed.prefill_per_token_s),
+        )
+
+    def _make_legs(self, pool: PoolConfig) -> WorkerLegs:
+        parts = self._parts
+        return WorkerLegs(
+            self._make_prefill() if pool.role is not Role.DECODE else None,
+            self._make_decode() if pool.role is not Role.PREFILL else None,
+            rules=LegRules(
+                layout=parts.layout,
+                num_blocks=pool.num_blocks,
+                max_model_len=parts.max_model_len,
+                vocab_size=parts.vocab_size,
+                worker_id=self.worker_id,
+            ),
+            check_state=self._check_state,
         )
 
     def _make_prefill(self) -> PrefillHalf:
@@ -248,6 +236,7 @@ class Worker:
             clock=self._clock,
             lease_s=self._config.limits.export_lease_s,
             make_dialer=self._make_dialer,
+            errands=self._errands,
         )
         return PrefillHalf(
             engine=self._engine,
@@ -274,7 +263,7 @@ class Worker:
             layout=self._parts.layout,
             clock=self._clock,
             lease_s=self._config.limits.export_lease_s,
-            call_soon=self._call_soon,
+            errands=self._errands,
         )
         self._acceptor = LinkAcceptor(
             me=self._link_name(),
@@ -303,84 +292,55 @@ class Worker:
                 self._loop.call_soon_threadsafe(call)
 
     def _on_step(self, events: StepEvents) -> None:
-        for half in self._halves:
+        for half in self.legs.halves:
             half.on_step(events)
         self._on_change()
-
-    def _on_fault(self, error: BaseException) -> None:
-        logger.critical("worker=%s engine fault", self.worker_id, exc_info=error)
-        self._fail(error)
 
     def _refused(self, refused: asyncio.Future[StartupError]) -> None:
         if not refused.cancelled():
             self._fail(refused.result())
 
     def _fail(self, error: BaseException) -> None:
+        """Serve no more: end every leg, leave the control plane, and say so by ``fault``.
+
+        The step that failed has told its own sequences. Others may well run elsewhere.
+        """
         if self.fault.done():
             return
+        logger.critical("worker=%s fault", self.worker_id, exc_info=error)
         self.fault.set_result(error)
-        self._close_halves(EngineFault("the engine failed", worker_id=self.worker_id))
         assert self._loop is not None, "nothing fails before the start"
-        self._leaving = self._loop.create_task(self._report.stop("fault"))
-
-    def _close_halves(self, error: PdserveError) -> None:
-        for half in self._halves:
-            half.close(AbortCause.FAULT, error)
+        self._leaving = self._loop.create_task(self._report.stop(LEFT_FOR_FAULT))
+        self.legs.close(WorkerLost("the worker gave up", worker_id=self.worker_id))
 
     def _on_change(self) -> None:
         self._changed.set()
         self._report.changed()
 
-    async def _tick(self) -> None:
-        while True:
-            await asyncio.sleep(TICK_S)
-            now = self._clock.now()
-            for half in self._halves:
-                half.expire(now)
+    async def _until_accepted(self, timeout_s: float) -> None:
+        accepted, fault = self._report.accepted, self.fault
+        either: set[asyncio.Future[Any]] = {accepted, fault}
+        await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if fault.done():
+            raise StartupError(f"failed at its start: {fault.result()}") from fault.result()
+        if not accepted.done():
+            raise StartupError(
+                f"not accepted within {timeout_s:g} s: does the control plane serve at "
+                f"{self._control_address}?"
+            )
+        if accepted.cancelled():
+            raise StartupError("stopped before it was accepted")
+        accepted.result()
 
     async def _until_idle(self, patience_s: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
-                while self.num_open_legs:
+                while len(self.legs):
                     self._changed.clear()
                     await self._changed.wait()
 
-    def _abort_grant(self, grant_id: str) -> None:
-        for half in self._halves:
-            for opened in half.book:
-                if opened.leg.grant_id == grant_id:
-                    logger.info("leg=%s grant=%s taken back", opened.key, grant_id)
-                    half.abort_leg(opened.key, AbortCause.LEASE)
-
-    # ---- refusals
-
-    def _is_open(self, key: LegKey) -> bool:
-        return any(key in half.book for half in self._halves)
-
     def _check_state(self) -> None:
         if self.fault.done():
-            raise EngineFault("the engine failed", stage="intake")
+            raise WorkerLost("the worker gave up", stage="intake")
         if self._is_stopping:
             raise WorkerLost("the worker is stopping", stage="intake")
-        if self.num_open_legs >= MAX_OPEN_LEGS:
-            raise QueueFull(f"{MAX_OPEN_LEGS} legs are open", stage="intake")
-
-    def _half_for(self, kind: LegKind) -> PrefillHalf | DecodeHalf:
-        half = self._prefill if kind is LegKind.PREFILL else self._decode
-        if half is None:
-            raise InvalidRequest(f"this worker serves no {kind.value} legs", field="kind")
-        return half
-
-    def _refuse(self, leg: Leg, sink: LegSink, error: PdserveError) -> None:
-        logger.info("leg=%s refused: %s field=%s", leg.key, error.code, error.field)
-        self._reporter.num_rejected += 1
-        sink.emit((), (LegEnd(key=leg.key, error=error),))
-
-    def _refuse_double(self, leg: Leg, sink: LegSink) -> None:
-        logger.warning("leg=%s sent twice", leg.key)
-        self._reporter.num_rejected += 1
-        owners = [half.book.get(leg.key) for half in self._halves]
-        # To the router that has the leg, an end under this key would end the leg.
-        if all(opened is None or opened.sink is not sink for opened in owners):
-            error = InvalidRequest("this leg is open", field="key", worker_id=self.worker_id)
-            sink.emit((), (LegEnd(key=leg.key, error=error),))

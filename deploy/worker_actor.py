@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster import config as deploy_config
-from cluster.errors import EngineFault
 from deploy import cores
 from deploy.worker import Worker
 
@@ -49,9 +48,8 @@ class WorkerReplica:
         await self._worker.start()
 
     async def check_health(self) -> None:
-        """Fail once the engine has: Serve then replaces this process."""
-        if self._worker.fault.done():
-            raise EngineFault("the engine failed", worker_id=self._worker.worker_id)
+        """Fail once the worker has: Serve then replaces this process."""
+        self._worker.check_health()
 
     async def __del__(self) -> None:
         """Leave the control plane, end every leg, stop the step thread."""

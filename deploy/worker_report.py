@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from cluster.engine.loop import EngineLoop, EngineSnapshot
     from cluster.kv.block_pool import BlockPool
     from cluster.request import Peer
-    from decode_worker.streams import DecodeHalf
+    from deploy.worker_legs import WorkerLegs
     from deploy.worker_parts import WorkerParts
-    from prefill_worker.intake import PrefillHalf
+    from deploy.worker_watch import WorkerWatch
 
 
 class WorkerReporter:
@@ -29,15 +29,16 @@ class WorkerReporter:
         parts: WorkerParts,
         blocks: BlockPool,
         engine: EngineLoop,
-        halves: tuple[PrefillHalf | None, DecodeHalf | None],
+        legs: WorkerLegs,
+        watch: WorkerWatch,
     ) -> None:
         self._config = pool
         self._parts = parts
         self._blocks = blocks
         self._engine = engine
-        self._prefill, self._decode = halves
-        self.num_rejected = 0
-        """Legs that were refused at once."""
+        self._legs = legs
+        self._prefill, self._decode = legs.prefill, legs.decode
+        self._watch = watch
 
     def registration(self, me: Peer) -> Registration:
         """Return who this worker is."""
@@ -105,8 +106,8 @@ class WorkerReporter:
             if half is not None:
                 legs.update(half.book.counts)
         counters: dict[str, float] = {
-            "legs_received": legs["received"] + self.num_rejected,
-            "legs_rejected": self.num_rejected,
+            "legs_received": legs["received"] + self._legs.num_rejected,
+            "legs_rejected": self._legs.num_rejected,
             "legs_aborted": legs["aborted"],
             "legs_failed": legs["failed"],
             "legs_handed_over": legs["handed_over"],
@@ -114,6 +115,7 @@ class WorkerReporter:
             "prefilled_tokens": snapshot.prefilled_tokens,
             "generated_tokens": snapshot.generated_tokens,
             "preemptions": snapshot.num_preemptions,
+            "pool_checks": self._watch.num_pool_checks,
         }
         for reason in FinishReason:
             counters[f"legs_finished_{reason.value}"] = legs[reason.value]

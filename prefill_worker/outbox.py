@@ -30,7 +30,6 @@ from cluster.handoff import (
     Offer,
 )
 from cluster.lifetime import LegTimes
-from cluster.rpc.errands import Errands
 from cluster.rpc.legs import OpenLeg, abort_error
 from cluster.rpc.link import Link
 from cluster.transport.manifest import Manifest
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     from cluster.kv.block_pool import BlockPool
     from cluster.kv.layout import KVLayout
     from cluster.request import Peer
+    from cluster.rpc.errands import Errands
     from cluster.rpc.link import LinkEvents
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Transfer:
     peer_worker_id: str
     num_bytes: int
     seconds: float
-    """From the manifest to the COMMIT."""
+    """From its turn on the link to the COMMIT: waiting behind others is no property of the pair."""
 
 
 class OutboxEvents(Protocol):
@@ -97,6 +97,8 @@ class _Export:
     times: LegTimes = field(default_factory=LegTimes)
     first_token_at: float = 0.0
     sent_at: float = 0.0
+    turn_at: float | None = None
+    """When the link thread came to its first bytes; set there."""
     block_ids: tuple[int, ...] = ()
     is_sending: bool = False
     reading: threading.Lock = field(default_factory=threading.Lock)
@@ -110,7 +112,7 @@ class _Export:
 class Outbox:
     """All handoffs of one prefill half. Event loop only, but for the reading of blocks."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (what it moves, and whom it works with)
         self,
         *,
         pool: BlockPool,
@@ -119,6 +121,7 @@ class Outbox:
         clock: Clock,
         lease_s: float,
         make_dialer: Callable[[LinkEvents], Dialer],
+        errands: Errands,
     ) -> None:
         self._pool = pool
         self._cache = cache
@@ -128,7 +131,7 @@ class Outbox:
         self._dialer = make_dialer(self)
         self._owner: OutboxEvents | None = None
         self._exports: dict[str, _Export] = {}
-        self._errands = Errands()
+        self._errands = errands
         self._transfers: list[Transfer] = []
         self.counts: Counter[str] = Counter()
         """``started`` = ``committed`` + ``failed`` when nothing is under way; ``bytes`` sent."""
@@ -187,13 +190,10 @@ class Outbox:
         if export is None:
             return
         self._close(export, cause)
-        if export.link is not None:
-            self._errands.tell(
-                export.link, AbortHandoff(handoff_id=handoff_id, cause=cause, detail=detail)
-            )
+        self._tell_abort(export, cause, detail)
 
     def expire(self, now: float) -> None:
-        """End what waited beyond its deadline, or was sent and not answered within the lease."""
+        """End what waited beyond its deadline, or was not answered within the lease of its turn."""
         for export in list(self._exports.values()):
             if export.manifest is None:
                 continue  # the engine keeps the deadline of what it computes
@@ -201,7 +201,8 @@ class Outbox:
                 self._fail(export, AbortCause.DEADLINE, "the deadline passed before the COMMIT")
             elif (
                 export.handoff.state is HandoffState.SENDING
-                and now >= export.sent_at + self._lease_s
+                and export.turn_at is not None
+                and now >= export.turn_at + self._lease_s
             ):
                 self._fail(export, AbortCause.LEASE, "no COMMIT within the export's lease")
 
@@ -226,6 +227,9 @@ class Outbox:
 
     def on_link_lost(self, link: Link, reason: str) -> None:
         """End all handoffs that went over this link."""
+        self._errands.guard(functools.partial(self._link_lost, link, reason))
+
+    def _link_lost(self, link: Link, reason: str) -> None:
         for export in list(self._exports.values()):
             if export.link is link:
                 error = HandoffFailed(f"link lost: {reason}", stage="handoff")
@@ -287,11 +291,15 @@ class Outbox:
     async def _send(self, export: _Export, manifest: Manifest) -> None:
         assert export.link is not None, "credited over a link"
         try:
-            await export.link.send_export(
-                manifest, functools.partial(self._read, export), timeout_s=None
-            )
+            # Given up before this ran: the abort is on its way, and no manifest shall follow it.
+            if not export.handoff.is_over:
+                await export.link.send_export(
+                    manifest, functools.partial(self._read, export), timeout_s=None
+                )
         except PdserveError as error:
             if not export.handoff.is_over:
+                # The manifest may not even have left, so that the receiver waits for it.
+                self._tell_abort(export, AbortCause.FAULT, error.message)
                 self._end(export, AbortCause.FAULT, error)
         finally:
             export.is_sending = False
@@ -300,6 +308,8 @@ class Outbox:
 
     def _read(self, export: _Export, start: int, num_blocks: int, out_B: Tensor) -> None:
         # On the link's thread.
+        if start == 0:
+            export.turn_at = self._clock.now()
         with export.reading:
             if not export.block_ids:
                 raise HandoffFailed("the export's blocks were given back", stage="transfer")
@@ -324,7 +334,7 @@ class Outbox:
             Transfer(
                 peer_worker_id=peer_worker_id,
                 num_bytes=manifest.num_bytes,
-                seconds=times.transfer_s,
+                seconds=now - (export.sent_at if export.turn_at is None else export.turn_at),
             )
         )
         self.counts["committed"] += 1
@@ -339,12 +349,13 @@ class Outbox:
     # ---- ends
 
     def _fail(self, export: _Export, cause: AbortCause, detail: str) -> None:
-        handoff_id = export.handoff.handoff_id
-        if export.link is not None:
-            self._errands.tell(
-                export.link, AbortHandoff(handoff_id=handoff_id, cause=cause, detail=detail)
-            )
+        self._tell_abort(export, cause, detail)
         self._end(export, cause, abort_error(cause, "handoff", detail))
+
+    def _tell_abort(self, export: _Export, cause: AbortCause, detail: str) -> None:
+        if export.link is not None:
+            message = AbortHandoff(handoff_id=export.handoff.handoff_id, cause=cause, detail=detail)
+            self._errands.tell(export.link, message)
 
     def _end(self, export: _Export, cause: AbortCause, error: PdserveError | None) -> None:
         self._close(export, cause)

@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
-from cluster.errors import EngineFault, PdserveError
+from cluster.errors import Cancelled, EngineFault, PdserveError
 from router import metrics
 from router.answers import Answer, ChatAnswer, TextAnswer
 from router.events import Finish
 from router.http_body import chat_input, completion_input, read_object, wants_stream
 from router.http_errors import envelope, error_response, plain_error
+from router.http_guard import ABORT
 from router.openai_shapes import Health, ModelCard, ModelList
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 
     from starlette.types import Receive, Scope, Send
 
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
     from router.service import Service
 
 logger = logging.getLogger(__name__)
+
+WRITE_GRACE_S = 5.0
+"""A client may read so long after its request's deadline, and is cut off then."""
 
 
 def build_api(service: Service) -> FastAPI:
@@ -65,6 +70,10 @@ def _add_envelopes(api: FastAPI) -> None:
     @api.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         return plain_error(400, "the request is not valid", "invalid_request")
+
+    @api.exception_handler(ClientDisconnect)
+    async def left(request: Request, error: ClientDisconnect) -> Response:
+        return error_response(Cancelled("the client left", stage="edge"))
 
     @api.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
@@ -118,17 +127,21 @@ class _GenerateDoor:
     ) -> Response:
         """Answer one call, whatever happens, with a response of ours."""
         try:
-            given, is_stream, with_usage = await self._read(request, parse)
-            generation = await self._service.generate(given)
+            with self._service.admission():
+                given, is_stream, with_usage = await self._read(request, parse)
+                watch = _Watch(request)
+                generation = await watch.unless_gone(self._service.generate(given))
         except PdserveError as error:
             return error_response(error)
+        if generation is None:
+            return error_response(Cancelled("the client left", stage="edge"))
         answer = answer_kind(
             generation.request_id,
             model=self._service.model.name,
             with_usage=with_usage,
             with_timeline=given.timeline is True,
         )
-        stream = _Reader(request, generation, answer)
+        stream = _Reader(watch, generation, answer)
         if is_stream:
             return await stream.events()
         return await stream.whole()
@@ -143,16 +156,70 @@ class _GenerateDoor:
         except PdserveError as error:
             self._service.refused(error)
             raise
+        except (ClientDisconnect, asyncio.CancelledError):
+            raise
+        except Exception:
+            logger.exception("a body could not be read")
+            fault = EngineFault("a body could not be read", stage="edge")
+            self._service.refused(fault)
+            raise fault from None
+
+
+class _Watch:
+    """Waits for one client to leave, and then cancels what is being done for it.
+
+    There is one for each call, from its body to its end: two that listen would race.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._cancel: Callable[[], object] = lambda: None
+        self._is_gone = False
+        self._task = asyncio.create_task(self._wait())
+
+    async def unless_gone(self, work: Coroutine[Any, Any, Generation]) -> Generation | None:
+        """Return what the work returns; None, and the work is cancelled, where the client left."""
+        task = asyncio.create_task(work)
+        self.follow(task.cancel)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            self.stop()
+            if self._is_gone and task.cancelled():
+                return None
+            task.cancel()
+            raise
+        except BaseException:
+            self.stop()
+            raise
+
+    def follow(self, cancel: Callable[[], object]) -> None:
+        """Cancel this when the client leaves, or now where it has left."""
+        self._cancel = cancel
+        if self._is_gone:
+            cancel()
+
+    def stop(self) -> None:
+        """Listen no more; idempotent."""
+        self._task.cancel()
+
+    async def _wait(self) -> None:
+        while (await self._request.receive())["type"] != "http.disconnect":
+            pass
+        self._is_gone = True
+        self._cancel()
 
 
 class _Reader:
     """Reads one generation for one HTTP client; however it ends, the work is stopped."""
 
-    def __init__(self, request: Request, generation: Generation, answer: Answer) -> None:
+    def __init__(self, watch: _Watch, generation: Generation, answer: Answer) -> None:
         self._generation = generation
         self._answer = answer
         self._headers = {"x-request-id": generation.request_id}
-        self._watch = asyncio.create_task(_cancel_when_gone(request, generation))
+        self._watch = watch
+        self.write_timeout_s = generation.remaining_s + WRITE_GRACE_S
+        watch.follow(generation.cancel)
 
     async def whole(self) -> Response:
         """Return the one body, or the error."""
@@ -198,11 +265,11 @@ class _Reader:
     def stop(self) -> None:
         """Stop the work, if it isn't over; idempotent."""
         self._generation.cancel()
-        self._watch.cancel()
+        self._watch.stop()
 
 
 class _EventStream(StreamingResponse):
-    """Server-sent events. Only ``_Reader`` listens for the disconnect: two would race."""
+    """Server-sent events, until the end or until the client is too slow for its own deadline."""
 
     def __init__(self, reader: _Reader, first: Delta | Finish, headers: dict[str, str]) -> None:
         super().__init__(
@@ -214,17 +281,17 @@ class _EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await self.stream_response(send)
+            async with asyncio.timeout(self._reader.write_timeout_s):
+                await self.stream_response(send)
+        except TimeoutError:
+            logger.warning("a client that reads too slowly is cut off")
+            abort = scope.get("extensions", {}).get(ABORT, {}).get("call")
+            if abort is not None:
+                abort()
         except OSError:
             logger.info("a client left its stream")
         finally:
             self._reader.stop()
-
-
-async def _cancel_when_gone(request: Request, generation: Generation) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-    generation.cancel()
 
 
 def _lines(bodies: Iterable[str]) -> str:

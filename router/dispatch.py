@@ -1,7 +1,7 @@
 """The life of one request in the router, from its acceptance to its one end.
 
     1. want    ``_place``     ask the control plane; it answers with a grant, or refuses
-    2. grant   ``_legs``      which worker does what: PREFILL + DECODE, LOCAL, or PREFILL alone
+    2. grant   ``Attempt``    which worker does what: PREFILL + DECODE, LOCAL, or PREFILL alone
     3. legs    ``_serve``     start all legs at once, none waits for the other's answer
     4. merge   ``_merge``     tokens in index order to the reader; the first at once
     5. end     ``_live``      exactly one: a finish, or an error; legs aborted, grant given back
@@ -15,30 +15,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from http import HTTPStatus
 from typing import TYPE_CHECKING
 
-from cluster.control.facts import Grant, Want
+from cluster.control.facts import Want
 from cluster.errors import Cancelled, DeadlineExceeded, EngineFault, PdserveError, WorkerLost
 from cluster.handoff import AbortCause
-from cluster.lifetime import LegTimes, Timeline
-from cluster.request import (
-    FinishReason,
-    Leg,
-    LegEnd,
-    LegKey,
-    LegKind,
-    Peer,
-)
+from cluster.request import FinishReason, LegEnd, LegKey, LegKind
+from router.attempt import Attempt, peers_of
 from router.events import Accepted, Delta, Finish
-from router.legs import LegNews, Workers
 from router.merge import Merger
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cluster.clock import Clock
+    from cluster.control.facts import Grant
     from cluster.control.route_client import RouteEvents
+    from router.legs import LegNews, Workers
     from router.metrics import RouterMetrics
     from router.route import Route
 
@@ -59,6 +53,8 @@ class Generation:
     def __init__(self, life: _Life) -> None:
         self._life = life
         self.request_id = life.request.request_id
+        self.remaining_s = life.remaining_s()
+        """Of its deadline, when it was made."""
         self.num_prompt_tokens = len(life.request.prompt_ids)
 
     async def next(self) -> Delta | Finish:
@@ -93,6 +89,11 @@ class Dispatcher:
         self.metrics = metrics
         self._lives: dict[str, tuple[_Life, asyncio.Task[None]]] = {}
 
+    @property
+    def num_open(self) -> int:
+        """Requests that are not over."""
+        return len(self._lives)
+
     async def start(self) -> None:
         """Connect to the control plane."""
         await self.route.start()
@@ -125,18 +126,6 @@ class Dispatcher:
     def on_worker_dead(self, worker_id: str, incarnation: str) -> None:
         """Take a dead worker's legs as lost."""
         self.workers.lost(worker_id, incarnation, "declared dead by the control plane")
-
-
-@dataclass(slots=True)
-class _Attempt:
-    """One grant being served."""
-
-    grant: Grant
-    merger: Merger
-    peers: dict[LegKind, Peer]
-    news: asyncio.Queue[LegNews]
-    key: LegKey
-    granted: float
 
 
 class _Life:
@@ -192,7 +181,7 @@ class _Life:
 
     async def _live(self) -> Finish:
         try:
-            async with asyncio.timeout(max(0.0, self._remaining_s())):
+            async with asyncio.timeout(max(0.0, self.remaining_s())):
                 while True:
                     grant = await self._place()
                     try:
@@ -227,7 +216,7 @@ class _Life:
             num_prompt_tokens=len(self.request.prompt_ids),
             max_tokens=self.request.params.max_tokens,
             waited_s=now - self._accepted.accepted,
-            remaining_s=self._remaining_s(),
+            remaining_s=self.remaining_s(),
             avoid=tuple(self._avoid),
         )
         with self._owner.metrics.queued():
@@ -235,12 +224,18 @@ class _Life:
 
     async def _serve(self, grant: Grant) -> Finish:
         """Run one attempt; whatever happens, its legs are told to end."""
-        attempt, legs = self._attempt(grant)
+        attempt = Attempt(
+            grant=grant,
+            peers=(peers := peers_of(grant)),
+            merger=Merger(peers, max_tokens=self.request.params.max_tokens),
+            key=LegKey(self.request.request_id, self._num_attempts, 0),
+            granted=self._owner.clock.now(),
+        )
         self._num_attempts += 1
         self._phase = "prefill"
         cause = AbortCause.FAULT
         try:
-            for leg in legs:
+            for leg in attempt.legs(self.request, self.remaining_s()):
                 peer = attempt.peers[leg.kind]
                 await self._owner.workers.start(leg, peer, attempt.news.put_nowait)
             reason = await self._merge(attempt)
@@ -251,54 +246,28 @@ class _Life:
             raise
         finally:
             self._abort(attempt, cause)
-            for peer in attempt.peers.values():
-                self._owner.workers.forget(peer, attempt.key)
+            self._count_surplus(attempt)
             self._owner.metrics.attempt_ended(num_repeats=attempt.merger.num_repeats)
 
-    def _attempt(self, grant: Grant) -> tuple[_Attempt, list[Leg]]:
-        key = LegKey(self.request.request_id, self._num_attempts, 0)
-        peers = _peers(grant)
-        params = self.request.params
-        legs = [
-            Leg(
-                key=key,
-                kind=kind,
-                prompt_ids=self.request.prompt_ids,
-                params=params,
-                remaining_s=self._remaining_s(),
-                grant_id=grant.grant_id,
-                handoff_id="" if kind is LegKind.LOCAL else grant.handoff_id,
-                peer=peers.get(LegKind.DECODE) if kind is LegKind.PREFILL else None,
-            )
-            for kind in peers
-        ]
-        attempt = _Attempt(
-            grant=grant,
-            merger=Merger(peers, max_tokens=params.max_tokens),
-            peers=peers,
-            news=asyncio.Queue(),
-            key=key,
-            granted=self._owner.clock.now(),
-        )
-        return attempt, legs
-
-    async def _merge(self, attempt: _Attempt) -> FinishReason:
+    async def _merge(self, attempt: Attempt) -> FinishReason:
         """Pass tokens on until a leg's end or a stop string finishes the choice."""
         merger = attempt.merger
         while True:
             kind, said = await self._hear(attempt)
             if isinstance(said, LegEnd):
                 if isinstance(said.error, WorkerLost):
-                    self._avoid.append(attempt.peers[kind].incarnation)
+                    self._avoid.append(attempt.lost_incarnation(kind, said.error))
                 reason = merger.end(kind, said)
                 if reason is not None:
                     return reason
                 continue
-            for token_id in merger.token(kind, said):
+            due = merger.token(kind, said)
+            for number, token_id in enumerate(due, 1):
                 if self._emit(token_id):
+                    self._owner.metrics.wasted(len(due) - number)
                     return FinishReason.STOP
 
-    async def _hear(self, attempt: _Attempt) -> LegNews:
+    async def _hear(self, attempt: Attempt) -> LegNews:
         if attempt.merger.doubt is None:
             return await attempt.news.get()
         try:
@@ -316,7 +285,7 @@ class _Life:
         self.events.put_nowait(Delta(text=text, token_ids=(token_id,)))
         return self._text.is_stopped
 
-    async def _finish(self, attempt: _Attempt, reason: FinishReason, cause: AbortCause) -> Finish:
+    async def _finish(self, attempt: Attempt, reason: FinishReason, cause: AbortCause) -> Finish:
         text = self._text.flush()
         if self._text.is_stopped:
             reason = FinishReason.STOP
@@ -328,16 +297,21 @@ class _Life:
             finish_reason=reason,
             num_prompt_tokens=len(self.request.prompt_ids),
             num_output_tokens=self._num_output_tokens,
-            timeline=self._timeline(attempt, total_s),
+            timeline=attempt.timeline(
+                total_s=total_s,
+                first_token_s=self._first_token_s,
+                queue_s=attempt.granted - self._accepted.accepted,
+                num_attempts=self._num_attempts,
+            ),
         )
 
-    def _abort(self, attempt: _Attempt, cause: AbortCause) -> None:
+    def _abort(self, attempt: Attempt, cause: AbortCause) -> None:
         for kind, peer in attempt.peers.items():
             # After a good end the decode worker's COMMIT ends the prefill leg, if it hasn't yet.
             if cause is not AbortCause.FINISHED or kind is not LegKind.PREFILL:
                 self._owner.workers.abort(peer, attempt.key, cause)
 
-    async def _hear_last_words(self, attempt: _Attempt, cause: AbortCause) -> None:
+    async def _hear_last_words(self, attempt: Attempt, cause: AbortCause) -> None:
         """Abort what is open, and wait a moment for the durations of its legs."""
         self._abort(attempt, cause)
         loop = asyncio.get_running_loop()
@@ -348,47 +322,39 @@ class _Life:
                     kind, said = await attempt.news.get()
                     if isinstance(said, LegEnd):
                         attempt.merger.last_word(kind, said)
+                    else:
+                        self._owner.metrics.wasted(attempt.surplus((kind, said)))
         except TimeoutError:
             logger.info("leg=%s gave no last word", attempt.key)
 
-    def _timeline(self, attempt: _Attempt, total_s: float) -> Timeline:
-        grant, times = attempt.grant, attempt.merger.times
-        workers = {kind: peer.worker_id for kind, peer in attempt.peers.items()}
-        local = workers.get(LegKind.LOCAL, "")
-        return Timeline(
-            total_s=total_s,
-            first_token_s=self._first_token_s,
-            queue_s=attempt.granted - self._accepted.accepted,
-            prefill_worker=workers.get(LegKind.PREFILL, local),
-            decode_worker=workers.get(LegKind.DECODE, local),
-            reason=grant.reason,
-            prefill=times.get(LegKind.PREFILL, LegTimes()),
-            decode=times.get(LegKind.DECODE, times.get(LegKind.LOCAL, LegTimes())),
-            num_attempts=self._num_attempts,
-        )
+    def _count_surplus(self, attempt: Attempt) -> None:
+        """Count as wasted what the legs have made too much, now and until they end."""
+        metrics = self._owner.metrics
 
-    def _remaining_s(self) -> float:
+        def waste(news: LegNews) -> None:
+            metrics.wasted(attempt.surplus(news))
+
+        while not attempt.news.empty():
+            waste(attempt.news.get_nowait())
+        for peer in attempt.peers.values():
+            self._owner.workers.pass_to(peer, attempt.key, waste)
+
+    def remaining_s(self) -> float:
+        """Seconds until the deadline."""
         return self.request.deadline - self._owner.clock.now()
 
     def _log(self, end: Finish | PdserveError) -> None:
+        request_id = self.request.request_id
+        if isinstance(end, PdserveError) and end.http_status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            # The client is told less: this is where the names are.
+            place = (end.stage or self._phase, end.worker_id or "?")
+            logger.warning("request=%s stage=%s worker=%s: %s", request_id, *place, end.message)
         outcome = end.code if isinstance(end, PdserveError) else end.finish_reason.value
         logger.info(
             "request=%s %s prompt_tokens=%d output_tokens=%d attempts=%d",
-            self.request.request_id,
+            request_id,
             outcome,
             len(self.request.prompt_ids),
             self._num_output_tokens,
             self._num_attempts,
         )
-
-
-def _peers(grant: Grant) -> dict[LegKind, Peer]:
-    """Return which worker serves which leg of a grant."""
-    prefill, decode = grant.prefill, grant.decode
-    if prefill is None:
-        if decode is None:
-            raise EngineFault("a grant without a worker", stage="placement")
-        return {LegKind.LOCAL: decode.peer}
-    if decode is None:
-        return {LegKind.PREFILL: prefill.peer}
-    return {LegKind.PREFILL: prefill.peer, LegKind.DECODE: decode.peer}

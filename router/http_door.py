@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 
 from cluster.errors import StartupError
+from router.http_guard import GuardedConnection, HttpCaps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,19 +25,36 @@ _GRACE_S = 1
 class HttpDoor:
     """One HTTP server; the kernel spreads connections over all that listen on the port."""
 
-    def __init__(self, api: FastAPI, *, host: str, port: int) -> None:
+    def __init__(self, api: FastAPI, *, host: str, port: int, caps: HttpCaps | None = None) -> None:
+        caps = caps or HttpCaps()
         self._host = host
         self._port = port
         self._server = _Server(
             uvicorn.Config(
-                api, log_config=None, access_log=False, timeout_graceful_shutdown=_GRACE_S
+                api,
+                # h11 and not httptools: only it bounds a request's head.
+                http=cast("Any", functools.partial(GuardedConnection, caps=caps)),
+                h11_max_incomplete_event_size=caps.max_head_bytes,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=_GRACE_S,
             )
         )
         self._serving: asyncio.Task[None] | None = None
 
+    @property
+    def is_serving(self) -> bool:
+        """Whether calls are taken."""
+        return self._serving is not None and not self._serving.done()
+
     async def start(self) -> int:
         """Listen and return the port; raises StartupError where the address can't be had."""
-        listener = socket.socket(socket.AF_INET6 if ":" in self._host else socket.AF_INET)
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        # asyncio turns Nagle's delay off, 40 ms for some tokens, only where TCP is named.
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from http import HTTPStatus
 
 from fastapi.responses import Response
 from pydantic import BaseModel
 
 from cluster.errors import NoWorker, PdserveError, QueueFull
+from router.public_errors import public_message
 
 _TYPES = {400: "invalid_request_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -33,9 +35,9 @@ def error_type(status: int) -> str:
 
 
 def envelope(error: PdserveError) -> ErrorEnvelope:
-    """Return the body for an error of ours; workers' names and causes stay here."""
+    """Return the body for an error of ours."""
     kind = error_type(error.http_status)
-    body = ErrorBody(message=error.message, type=kind, param=error.field, code=error.code)
+    body = ErrorBody(message=public_message(error), type=kind, param=error.field, code=error.code)
     return ErrorEnvelope(error=body)
 
 
@@ -48,9 +50,10 @@ def error_response(error: PdserveError, *, request_id: str | None = None) -> Res
 
 
 def plain_error(status: int, message: str, code: str) -> Response:
-    """Return the answer for what HTTP itself refuses: routes, methods, content types."""
+    """Return the answer for what HTTP itself refuses: routes, methods, heads, connections."""
+    headers = {"retry-after": "1"} if status == HTTPStatus.SERVICE_UNAVAILABLE else {}
     body = ErrorBody(message=message, type=error_type(status), code=code)
-    return _json(ErrorEnvelope(error=body), status, {})
+    return _json(ErrorEnvelope(error=body), status, headers)
 
 
 def _json(body: BaseModel, status: int, headers: dict[str, str]) -> Response:

@@ -6,7 +6,9 @@ import uuid
 from typing import TYPE_CHECKING
 
 from cluster.clock import SystemClock
+from cluster.control.capacity import Capacity
 from cluster.control.route_client import RouteClient
+from cluster.errors import EngineFault
 from cluster.rpc.client import WorkerClient
 from router.api import build_api
 from router.dispatch import Dispatcher
@@ -59,13 +61,18 @@ class Ingress:
             return WorkerClient(peer, router_id=router_id, incarnation=incarnation, events=events)
 
         dispatcher = Dispatcher(
-            route=route, workers=Workers(connect), clock=clock, metrics=RouterMetrics()
+            route=route,
+            workers=Workers(connect),
+            clock=clock,
+            metrics=RouterMetrics(router_id),
         )
         service = Service(
             model=model,
             limits=config.limits,
             codec=TextCodec.load(model_path, eos_ids=model.eos_ids),
             dispatcher=dispatcher,
+            capacity=Capacity.of(config.pools, max_model_len=model.max_model_len),
+            max_open_calls=_max_open_calls(config),
         )
         self._service = service
         self._http = HttpDoor(build_api(service), host=endpoints.host, port=endpoints.http_port)
@@ -82,3 +89,15 @@ class Ingress:
         await self._grpc.stop()
         await self._http.stop()
         await self._service.stop()
+
+    async def check_health(self) -> None:
+        """Raise EngineFault where a door is not open: whoever hosts the router starts another."""
+        for name, door in (("HTTP", self._http), ("gRPC", self._grpc)):
+            if not door.is_serving:
+                raise EngineFault(f"the {name} door is not open", stage="edge")
+
+
+def _max_open_calls(config: DeployConfig) -> int:
+    """Calls that can run or wait in the whole cluster."""
+    running = sum(pool.count * pool.max_num_seqs for pool in config.pools)
+    return config.scheduling.max_queue_requests + running

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from cluster.rpc.client import LegEvents
 
 logger = logging.getLogger(__name__)
+
+CLOSE_GRACE_S = 1.0
+"""For the last messages to all workers together, and then for their goodbyes."""
 
 LegNews = tuple[LegKind, Token | LegEnd]
 """Something a leg of this kind said."""
@@ -101,6 +104,10 @@ class Workers:
                 self._drop(peer.incarnation)
             if worker.legs.pop(leg.key, None) is not None:
                 hear((leg.kind, LegEnd(key=leg.key, error=error)))
+        except BaseException:
+            # Not sent: nobody will say its end.
+            worker.legs.pop(leg.key, None)
+            raise
 
     def abort(self, peer: Peer, key: LegKey, cause: AbortCause) -> None:
         """Tell the worker to give a leg up, unless it has ended; what it still says is heard."""
@@ -110,10 +117,12 @@ class Workers:
         assert worker.connection is not None
         self._run(worker.connection.abort_leg(key, cause))
 
-    def forget(self, peer: Peer, key: LegKey) -> None:
-        """Stop listening to a leg."""
-        if (worker := self._workers.get(peer.incarnation)) is not None:
-            worker.legs.pop(key, None)
+    def pass_to(self, peer: Peer, key: LegKey, hear: Hear) -> None:
+        """Let another listen to a leg from now on, if it has not ended."""
+        worker = self._workers.get(peer.incarnation)
+        if worker is not None and key in worker.legs:
+            kind, _ = worker.legs[key]
+            worker.legs[key] = (kind, hear)
 
     def lost(self, worker_id: str, incarnation: str, reason: str) -> None:
         """Drop a worker that was declared dead, whatever its connection says."""
@@ -126,11 +135,13 @@ class Workers:
             self._run(worker.connection.close())
 
     async def close(self) -> None:
-        """Close every connection; idempotent."""
+        """Close every connection, whatever its worker does; idempotent."""
         workers, self._workers = list(self._workers.values()), {}
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        closing = (worker.connection.close() for worker in workers if worker.connection)
-        await asyncio.gather(*closing, return_exceptions=True)
+        # The last aborts go out first; a worker that takes no more may not keep us.
+        await _within(CLOSE_GRACE_S, self._tasks)
+        loop = asyncio.get_running_loop()
+        closing = {loop.create_task(w.connection.close()) for w in workers if w.connection}
+        await _within(CLOSE_GRACE_S, closing)
 
     def _drop(self, incarnation: str) -> None:
         self._workers.pop(incarnation, None)
@@ -144,3 +155,17 @@ class Workers:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.warning("a message to a worker failed: %r", error)
+
+
+async def _within(timeout_s: float, tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Wait for tasks, whatever their outcome; those that are late are cancelled."""
+    if not (open_tasks := set(tasks)):
+        return
+    _, late = await asyncio.wait(open_tasks, timeout=timeout_s)
+    for task in late:
+        task.cancel()
+    if late:
+        logger.warning("%d messages to workers were given up", len(late))
+    for task in open_tasks - late:
+        # A failure to say goodbye is of no interest, but has to be looked at.
+        _ = task.cancelled() or task.exception()

@@ -1,7 +1,9 @@
 """What one router counts, and the Prometheus text of it and of the control plane's view.
 
 ``received = success + aborted + failed + rejected`` once nothing is in flight. Tokens of requests
-that ended well are ``generated``, those of others ``wasted``. No label comes from a client.
+that ended well are ``generated``; those of others, and what was made after a stop string, are
+``wasted``. No label comes from a client. Several routers can share a port, and a scrape reaches
+any of them: what one router counts carries its ``router`` label, what all see the same does not.
 """
 
 from __future__ import annotations
@@ -22,22 +24,25 @@ if TYPE_CHECKING:
     from router.events import Finish
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_RECEIVED = "Calls that asked for a generation; `router` is the replica that counts: sum over it"
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
 class RouterMetrics:
     """The counters of one router, in a registry of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, router_id: str) -> None:
         self._registry = CollectorRegistry()
-        self._received = self._counter("requests_received", "Calls that asked for a generation")
+        self._shown = CollectorRegistry()
+        self._shown.register(_WithRouter(self._registry, router_id))
+        self._received = self._counter("requests_received", _RECEIVED)
         self._success = self._counter("requests_success", "Requests that ended well", ["reason"])
         self._aborted = self._counter("requests_aborted", "Requests cancelled", ["phase"])
         self._failed = self._counter("requests_failed", "Requests that ended in an error", ["code"])
         self._rejected = self._counter("requests_rejected", "Calls refused before work", ["code"])
         self._prompt = self._counter("prompt_tokens", "Prompt tokens of requests that ended well")
         self._generated = self._counter("generated_tokens", "Output tokens of the same")
-        self._wasted = self._counter("wasted_tokens", "Output tokens of all other requests")
+        self._wasted = self._counter("wasted_tokens", "Output tokens that nobody got")
         self._attempts = self._counter("attempts", "Grants that were served or tried")
         self._repeats = self._counter("repeated_tokens", "Tokens dropped since they were out")
         self._in_flight = Gauge(
@@ -97,19 +102,44 @@ class RouterMetrics:
         self._total.observe(end.timeline.total_s)
         self._queue.observe(end.timeline.queue_s)
 
+    def wasted(self, num_tokens: int) -> None:
+        """Count output tokens that nobody gets: made after a stop string, or for a lost cause."""
+        self._wasted.inc(num_tokens)
+
     def watch(self, view: Callable[[], ClusterView | None]) -> None:
         """Show the control plane's view too, as it is when somebody asks."""
-        self._registry.register(_ViewCollector(view))
+        self._shown.register(_ViewCollector(view))
 
     def text(self) -> bytes:
         """Return everything in Prometheus' text format."""
-        return generate_latest(self._registry)
+        return generate_latest(self._shown)
 
     def _counter(self, name: str, what: str, labels: list[str] | None = None) -> Counter:
         return Counter(f"pdserve_{name}", what, labels or [], registry=self._registry)
 
     def _histogram(self, name: str, what: str) -> Histogram:
         return Histogram(f"pdserve_{name}", what, registry=self._registry, buckets=_SECONDS)
+
+
+class _WithRouter:
+    """Shows a registry with the router's id as a label of every series."""
+
+    def __init__(self, registry: CollectorRegistry, router_id: str) -> None:
+        self._registry = registry
+        self._labels = {"router": router_id}
+
+    def describe(self) -> list[Metric]:
+        """Promise no names: the inner registry has checked them."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every family with the label."""
+        for metric in self._registry.collect():
+            metric.samples = [
+                sample._replace(labels={**self._labels, **sample.labels})
+                for sample in metric.samples
+            ]
+            yield metric
 
 
 class _ViewCollector:

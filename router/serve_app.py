@@ -22,6 +22,10 @@ class RouterReplica:
         self._ingress = Ingress(deploy_config.from_tree(tree), Path(model_path))
         await self._ingress.start()
 
+    async def check_health(self) -> None:
+        """Raise where a door is not open; Serve then replaces this replica."""
+        await self._ingress.check_health()
+
     async def __del__(self) -> None:
         """Close the doors and end what still runs."""
         await self._ingress.stop()

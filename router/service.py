@@ -1,6 +1,6 @@
 """What both doors call: from a client's call to a stream of text, and the cluster's readiness.
 
-    given ──validate──▶ checked ──overload?──▶ tokenise (off the loop) ──▶ fits? ──▶ dispatch
+    edge full? ─▶ (body) ─▶ validate ─▶ overload? ─▶ tokenise (off the loop) ─▶ fits? ─▶ dispatch
 
 Each arrow can refuse with a typed error; no step works in proportion to what an earlier one has
 not bounded. Both doors get the same verdict since this is the one way in.
@@ -9,27 +9,34 @@ not bounded. Both doors get the same verdict since this is the one way in.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import secrets
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cluster.config import Role
-from cluster.errors import InvalidRequest, NoWorker, PdserveError, QueueFull
+from cluster.errors import EngineFault, InvalidRequest, NoWorker, PdserveError, QueueFull
 from cluster.request import Request, SamplingParams
 from router.events import Accepted
 from router.stream_text import ChoiceText, Detokenizer
 from router.validate import Checked, Validator
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from cluster.clock import Clock
     from cluster.config import LimitsConfig
-    from cluster.control.facts import ClusterView, WorkerView
+    from cluster.control.capacity import Capacity
+    from cluster.control.facts import ClusterView
     from router.dispatch import Dispatcher, Generation
     from router.given import GenerateInput
     from router.metrics import RouterMetrics
     from router.served import ServedModel
     from router.text import TextCodec
+
+logger = logging.getLogger(__name__)
 
 VIEW_MAX_AGE_S = 10.0
 """An older picture of the cluster is none: the control plane is gone, not restarting."""
@@ -50,7 +57,11 @@ class Readiness:
 
 
 class Service:
-    """One router's front: constructed cheap, ``start`` connects, ``stop`` ends all requests."""
+    """One router's front: constructed cheap, ``start`` connects, ``stop`` ends all requests.
+
+    ``max_open_calls`` bounds what is in this router at all, from the first byte of a call to its
+    end: more could neither run nor wait.
+    """
 
     def __init__(
         self,
@@ -59,11 +70,16 @@ class Service:
         limits: LimitsConfig,
         codec: TextCodec,
         dispatcher: Dispatcher,
+        capacity: Capacity,
+        max_open_calls: int,
     ) -> None:
         self.model = model
         self.limits = limits
         self.metrics: RouterMetrics = dispatcher.metrics
+        self.max_open_calls = max_open_calls
         self._codec = codec
+        self._capacity = capacity
+        self._num_at_edge = 0
         self.dispatcher = dispatcher
         self._clock: Clock = dispatcher.clock
         max_prompt_chars = model.max_model_len * codec.max_token_chars
@@ -81,11 +97,32 @@ class Service:
         await self.dispatcher.stop()
         self._tokenising.shutdown(wait=False, cancel_futures=True)
 
+    @contextlib.contextmanager
+    def admission(self) -> Iterator[None]:
+        """Hold a place for a call until ``generate`` has made a request of it.
+
+        Raises QueueFull before anything is read of a call that finds the router full.
+        """
+        if self._num_at_edge + self.dispatcher.num_open >= self.max_open_calls:
+            view = self._fresh_view()
+            error = QueueFull(
+                f"{self.max_open_calls} calls are open here, the most there may be",
+                stage="edge",
+                retry_after_s=view.retry_after_s if view is not None else _RETRY_AFTER_S,
+            )
+            self.refused(error)
+            raise error
+        self._num_at_edge += 1
+        try:
+            yield
+        finally:
+            self._num_at_edge -= 1
+
     async def generate(self, given: GenerateInput) -> Generation:
         """Check a call and start it; the caller reads the Generation, and cancels it on leaving.
 
         Raises InvalidRequest, ModelNotFound, RequestTooLarge, QueueFull or NoWorker, all of them
-        before any worker has heard of it.
+        before any worker has heard of it; EngineFault where we fail ourselves.
         """
         accepted = self._clock.now()
         self.metrics.received()
@@ -100,6 +137,11 @@ class Service:
         except asyncio.CancelledError:
             self.metrics.left()
             raise
+        except Exception:
+            logger.exception("a call failed at the edge")
+            fault = EngineFault("a call failed at the edge", stage="edge")
+            self.metrics.rejected(fault)
+            raise fault from None
         text = ChoiceText(Detokenizer(self._codec.decode, self._codec.hidden_ids), checked.stop)
         return self.dispatcher.submit(
             Accepted(
@@ -122,7 +164,11 @@ class Service:
         return await self.dispatcher.route.cancel_request(request_id, timeout_s)
 
     def readiness(self) -> Readiness:
-        """Say whether a request could be placed now, and which role lacks a worker."""
+        """Say whether a request could be placed now, and which role lacks a worker.
+
+        A suspected worker counts: it is back or declared dead within 3 s, and a request waits for
+        it so long. So a busy or stuttering worker doesn't flap, and a dead one shows in 4 s.
+        """
         view = self._fresh_view()
         if view is None:
             return Readiness(("control plane",))
@@ -187,13 +233,11 @@ class Service:
         """Return the output tokens to make; raises InvalidRequest where they can't fit."""
         if num_prompt_tokens == 0:
             raise InvalidRequest("the prompt has no tokens", field=checked.prompt_field)
-        prefill_tokens, room = self._capacity()
-        room -= num_prompt_tokens
-        if room < 1 or num_prompt_tokens > prefill_tokens:
-            context = min(prefill_tokens, room + num_prompt_tokens)
+        room = self._capacity.max_output_tokens(num_prompt_tokens)
+        if room == 0:
             raise InvalidRequest(
                 f"the prompt has {num_prompt_tokens} tokens; with one to generate, the context "
-                f"holds {context}",
+                f"holds {self._capacity.max_prompt_tokens}",
                 field=checked.prompt_field,
             )
         if checked.max_tokens is None:
@@ -205,22 +249,3 @@ class Service:
                 field=checked.max_tokens_field,
             )
         return checked.max_tokens
-
-    def _capacity(self) -> tuple[int, int]:
-        """Return the longest prompt, and the longest prompt and output together, that fit.
-
-        The largest worker of each role counts: what fits nowhere can never be placed.
-        """
-        view = self._fresh_view()
-        workers = view.workers if view is not None else ()
-        prefill = [_kv_tokens(w) for w in workers if w.worker.role is not Role.DECODE]
-        decode = [w for w in workers if w.worker.role is not Role.PREFILL]
-        if not decode or not prefill:
-            return self.model.max_model_len, self.model.max_model_len
-        # The last token's KV is never computed, so one more than the pool holds can be made.
-        room = max(min(_kv_tokens(w) + 1, w.worker.max_model_len) for w in decode)
-        return max(prefill), min(self.model.max_model_len, room)
-
-
-def _kv_tokens(view: WorkerView) -> int:
-    return view.worker.num_blocks * view.worker.block_size

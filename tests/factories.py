@@ -111,7 +111,6 @@ class FakeRunner:
         """Called inside every run, before the outcome: blocks, aborts or raises as a test likes."""
         self.kv_of_others = kv_of_others
         self.plans: list[Plan] = []
-        self.forgotten: list[LegKey] = []
         self._slots: dict[tuple[int, int], tuple[str, int, int]] = {}
         self._token_at: dict[tuple[str, int, int], int] = {}
 
@@ -130,9 +129,6 @@ class FakeRunner:
                 end = share.start + len(share.token_ids)
                 self._token_at[self._place(share.key, end)] = sampled[share.key]
         return Outcome(sampled)
-
-    def forget(self, keys: Iterable[LegKey]) -> None:
-        self.forgotten.extend(keys)
 
     def draw(self, share: Scheduled) -> int:
         key, index = share.key, share.output_index
@@ -246,7 +242,6 @@ class Engine:
     def step(self, before_commit: Callable[[], None] | None = None) -> Plan | None:
         """One step of ten milliseconds; None when there was nothing to compute."""
         plan = self.plan()
-        self.runner.forget(self.scheduler.take_dropped())
         if plan is None:
             self.log.take(self.scheduler.take_events())
             return None
@@ -255,7 +250,6 @@ class Engine:
         if before_commit is not None:
             before_commit()
         self.log.take(self.scheduler.commit(plan, outcome, self.clock.now()))
-        self.runner.forget(self.scheduler.take_dropped())
         return plan
 
     def run_to_end(self, max_steps: int = 1000) -> int:

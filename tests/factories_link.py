@@ -148,4 +148,4 @@ class Importer:
             into[start : start + num_blocks].view(-1).copy_(staged_B)
 
         await link.recv_import(manifest, scatter)
-        await link.signal(Commit(handoff_id=manifest.handoff_id))
+        link.signal(Commit(handoff_id=manifest.handoff_id))

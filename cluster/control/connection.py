@@ -55,7 +55,7 @@ class StreamEvents(Protocol[Sent, Down]):
     """What the owner of a connection is told, all on the event loop."""
 
     def on_dialled(self, send: Callable[[Sent], None]) -> None:
-        """Say hello; what is sent here goes first."""
+        """Say hello, and nothing that must not be lost."""
         ...
 
     def on_message(self, message: Down) -> None:
@@ -68,9 +68,11 @@ class StreamEvents(Protocol[Sent, Down]):
 
 
 class Connection(Generic[Up, Down]):
-    """Keeps one bidirectional stream open until ``stop``; what is sent while it is away is lost.
+    """Keeps one bidirectional stream open until ``stop``.
 
-    Owners say again in ``on_dialled`` what must not be lost. ``pick`` names the method.
+    It is open once the other end has spoken: a dial that fails takes nothing with it but the
+    hello. Owners keep what ``send`` refuses, and send it when they are welcomed. ``pick`` names
+    the method.
     """
 
     def __init__(
@@ -97,7 +99,7 @@ class Connection(Generic[Up, Down]):
             self._task = asyncio.get_running_loop().create_task(self._keep(), name=self._name)
 
     def send(self, message: Up) -> bool:
-        """Queue a message on the open stream, in order; False where there is none."""
+        """Queue a message on the open stream, in order; False, and not sent, where none is."""
         if self._outgoing is None:
             return False
         self._outgoing.put_nowait(message)
@@ -118,27 +120,33 @@ class Connection(Generic[Up, Down]):
     async def _keep(self) -> None:
         num_failures = 0
         while True:
-            was_heard = await self._one_stream()
+            was_heard = False
+            try:
+                was_heard = await self._one_stream()
+            except Exception:
+                # Whatever goes wrong with one stream, the next one is dialled.
+                logger.exception("stream=%s failed to dial", self._name)
             if self._is_stopping:
                 return
             num_failures = 1 if was_heard else num_failures + 1
             if num_failures == 1:
                 logger.warning("stream=%s control=%s lost", self._name, self._address)
-            self._events.on_lost(num_failures)
+            try:
+                self._events.on_lost(num_failures)
+            except Exception:
+                logger.exception("stream=%s failed on its loss", self._name)
             await asyncio.sleep(self._backoff.wait_s(num_failures))
 
     async def _one_stream(self) -> bool:
         """Live through one stream; whether the other end spoke."""
-        was_heard = False
         outgoing: asyncio.Queue[Up | None] = asyncio.Queue()
         async with grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel:
             call = self._pick(ControlStub(channel))()
             writer = asyncio.get_running_loop().create_task(_write(call, outgoing))
-            self._outgoing = outgoing
-            self._events.on_dialled(outgoing.put_nowait)
             try:
+                self._events.on_dialled(outgoing.put_nowait)
                 async for message in call:
-                    was_heard = True
+                    self._outgoing = outgoing
                     self._events.on_message(message)
             except grpc.aio.AioRpcError as error:
                 logger.debug("stream=%s %s %s", self._name, error.code(), error.details())
@@ -146,7 +154,7 @@ class Connection(Generic[Up, Down]):
                 # Ours or theirs, a message that cannot be taken must not end the reconnecting.
                 logger.exception("stream=%s failed on a message", self._name)
             finally:
-                self._outgoing = None
+                was_heard, self._outgoing = self._outgoing is not None, None
                 writer.cancel()
                 call.cancel()
                 # Not ``await writer``: its cancellation could not be told from our own.

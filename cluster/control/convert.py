@@ -27,6 +27,7 @@ def want_to_wire(want: facts.Want) -> pb.Want:
         waited_s=want.waited_s,
         remaining_s=want.remaining_s,
         avoid=want.avoid,
+        is_resent=want.is_resent,
     )
 
 
@@ -40,6 +41,7 @@ def want_from_wire(message: pb.Want) -> facts.Want:
         waited_s=max(0.0, _seconds("waited_s", message.waited_s)),
         remaining_s=_seconds("remaining_s", message.remaining_s),
         avoid=tuple(message.avoid),
+        is_resent=message.is_resent,
     )
 
 
@@ -178,6 +180,7 @@ def report_to_wire(report: facts.WorkerReport) -> pb.WorkerReport:
         num_transferring=report.num_transferring,
         queued_tokens=report.queued_tokens,
         held_grants=report.held_grants,
+        unreserved_grants=report.unreserved_grants,
         num_steps=report.num_steps,
         step_base_s=report.step_base_s,
         step_per_seq_s=report.step_per_seq_s,
@@ -204,6 +207,7 @@ def report_from_wire(message: pb.WorkerReport) -> facts.WorkerReport:
         num_transferring=message.num_transferring,
         queued_tokens=message.queued_tokens,
         held_grants=tuple(message.held_grants),
+        unreserved_grants=tuple(message.unreserved_grants),
         num_steps=message.num_steps,
         step_base_s=_speed("step_base_s", message.step_base_s),
         step_per_seq_s=_speed("step_per_seq_s", message.step_per_seq_s),

@@ -40,6 +40,8 @@ class Want:
     """Left of the request's deadline."""
     avoid: tuple[str, ...] = ()
     """Incarnations that this request must not be placed on."""
+    is_resent: bool = False
+    """Sent again on a new stream: it was let into the queue before."""
 
 
 # ---- control plane -> router
@@ -148,6 +150,8 @@ class WorkerReport:
     """Prompt tokens accepted and not yet computed."""
     held_grants: tuple[str, ...] = ()
     """Grants with a leg on this worker that has not ended; each leg from its arrival on."""
+    unreserved_grants: tuple[str, ...] = ()
+    """Those of them that hold no blocks yet: what ``blocks`` does not show."""
     num_steps: int = 0
     step_base_s: float = 0.0
     """Measured speeds; zero: not measured yet, the registration's hold."""

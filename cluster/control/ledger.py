@@ -4,11 +4,13 @@ A leg of a grant is *unseen* from the grant until a report lists it, *held* whil
 and gone after that. What a leg is charged (a slot, blocks, prompt tokens) counts:
 
     slots in use   = legs the last report lists + unseen legs
-    blocks in use  = max(blocks in use by the report, charges of held legs) + charges of unseen
+    blocks in use  = max(blocks in use by the report, charges of reserved legs)
+                     + charges of unreserved and of unseen legs
     run-ahead      = prompt tokens queued by the report + prompt tokens of unseen legs
 
-The maximum is because a listed leg may not have taken its blocks yet (a decode leg waits for its
-offer), and may later hold more than it was charged.
+A held leg is *unreserved* while the report says that it holds no blocks yet (a decode leg waits for
+its offer, a prompt for its first step). The maximum is because the others may still take some of
+what they were charged, and may later hold more.
 """
 
 from __future__ import annotations
@@ -59,9 +61,9 @@ class WorkerEntry:
     """Rises with each grant; for ties."""
     held: frozenset[str] = frozenset()
     block_bytes: int = 0
-    _unseen_blocks: int = 0
+    _pending_blocks: int = 0
     _unseen_tokens: int = 0
-    _held_blocks: int = 0
+    _reserved_blocks: int = 0
 
     @property
     def worker_id(self) -> str:
@@ -78,8 +80,8 @@ class WorkerEntry:
     def num_blocks_free(self) -> int:
         """Blocks that nobody holds or was promised."""
         num_blocks = self.registration.num_blocks
-        used = max(num_blocks - self.report.blocks.free, self._held_blocks)
-        return num_blocks - used - self._unseen_blocks
+        used = max(num_blocks - self.report.blocks.free, self._reserved_blocks)
+        return num_blocks - used - self._pending_blocks
 
     @property
     def run_ahead_tokens(self) -> int:
@@ -124,10 +126,12 @@ class WorkerEntry:
 
     def _recount(self) -> None:
         unseen = [self.charges[grant_id] for grant_id in self.unseen]
-        self._unseen_blocks = sum(charge.blocks for charge in unseen)
         self._unseen_tokens = sum(charge.prompt_tokens for charge in unseen)
+        unreserved = self.charges.keys() & set(self.report.unreserved_grants)
+        pending = unreserved | self.unseen.keys()
+        self._pending_blocks = sum(self.charges[grant_id].blocks for grant_id in pending)
         total = sum(charge.blocks for charge in self.charges.values())
-        self._held_blocks = total - self._unseen_blocks
+        self._reserved_blocks = total - self._pending_blocks
 
 
 @dataclass(slots=True, kw_only=True)

@@ -3,6 +3,9 @@
     registered (suspected) --report--> ALIVE --silence, or a broken stream--> SUSPECTED --report on
     a live stream--> ALIVE; SUSPECTED for too long, replaced or left: forgotten, with its grants
 
+Routers are told of the dead, and drop all they have there. Of a worker that takes its leave in
+peace they hear nothing here: its legs may run to their end, and the streams to it say when they do.
+
 A worker that was declared dead and is not may register again, also under the same incarnation; one
 that was replaced by another incarnation may not: two processes would take turns.
 """
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_REPLACED = 1024
+LEFT_FOR_FAULT = "fault"
+"""The reason of a leave that is a death: nothing runs there any more."""
 
 
 class Membership:
@@ -75,11 +80,14 @@ class Membership:
             logger.warning("worker=%s suspected: its stream broke", worker_id)
 
     def left(self, worker_id: str, incarnation: str, reason: str) -> list[Decision]:
-        """Forget a worker that has taken its leave."""
+        """Forget a worker that has taken its leave; it is dead only where a fault made it go."""
         entry = self._ledger.entry(worker_id, incarnation)
         if entry is None:
             return []
-        return [self._bury(entry, f"left ({reason})")]
+        if reason == LEFT_FOR_FAULT:
+            return [self._bury(entry, "fault")]
+        self._forget(entry, f"left ({reason})")
+        return []
 
     def judge(self, now: float) -> list[Decision]:
         """Suspect the silent, forget those who were silent or cut off for too long."""
@@ -105,9 +113,12 @@ class Membership:
         return decisions
 
     def _bury(self, entry: WorkerEntry, why: str) -> WorkerDied:
-        worker_id, incarnation = entry.worker_id, entry.registration.incarnation
-        num_lost = self._ledger.remove_worker(worker_id)
+        self._forget(entry, why)
+        return WorkerDied(worker_id=entry.worker_id, incarnation=entry.registration.incarnation)
+
+    def _forget(self, entry: WorkerEntry, why: str) -> None:
+        num_lost = self._ledger.remove_worker(entry.worker_id)
         logger.warning(
-            "worker=%s incarnation=%s gone: %s; grants=%d", worker_id, incarnation, why, num_lost
-        )
-        return WorkerDied(worker_id=worker_id, incarnation=incarnation)
+            "worker=%s incarnation=%s gone: %s; grants=%d",
+            entry.worker_id, entry.registration.incarnation, why, num_lost,
+        )  # fmt: skip

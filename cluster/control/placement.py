@@ -9,17 +9,18 @@ has no pool of its own; a decode worker never prefills by itself.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from cluster.config import Role
+from cluster.control.capacity import Capacity
 from cluster.control.costs import Choice, CostModel, Route
 from cluster.control.facts import Health, Want
 from cluster.control.ledger import Charge, WorkerEntry
 from cluster.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection, Hashable, Iterable
 
     from cluster.config import DeployConfig
     from cluster.control.ledger import Ledger
@@ -51,38 +52,42 @@ class Placement:
         self._costs = costs
         self._settings = settings
         roles = {pool.role for pool in config.pools}
-        self._has_prefill_pool = Role.PREFILL in roles
         self._has_local = Role.MIXED in roles
         has_pairs = bool(roles & {Role.PREFILL, Role.DECODE})
         stand_in = Role.MIXED if has_pairs else None
-        self._prefill_role = Role.PREFILL if self._has_prefill_pool else stand_in
+        self._prefill_role = Role.PREFILL if Role.PREFILL in roles else stand_in
         self._decode_role = Role.DECODE if Role.DECODE in roles else stand_in
+        self._capacity = Capacity.of(config.pools, max_model_len=config.model.max_model_len)
 
     # ---- may it ever be served
 
     def objection(self, want: Want) -> InvalidRequest | None:
         """Return why no worker of the deploy file could ever serve this; None where one could."""
-        prompt, total = want.num_prompt_tokens, want.num_prompt_tokens + want.max_tokens
-        limit = self._config.model.max_model_len
         known = [e.registration.max_model_len for e in self._ledger.workers.values()]
-        limit = min(limit, max(known, default=limit))
-        prefills = self._largest(self._prefill_role)
-        decodes = min(limit, self._largest(self._decode_role))
-        locals_ = min(limit, self._largest(Role.MIXED)) if self._has_local else 0
-        if self._is_prefill_only(want):
-            room = min(limit - 1, prefills)
-            return None if prompt <= room else _too_long(prompt, room)
-        if (prompt <= prefills and total <= decodes) or total <= locals_:
+        limit = min(self._capacity.max_model_len, max(known, default=1 << 62))
+        capacity = replace(self._capacity, max_model_len=limit)
+        prompt, room = want.num_prompt_tokens, capacity.max_output_tokens(want.num_prompt_tokens)
+        if room == 0:
+            longest = capacity.max_prompt_tokens
+            return InvalidRequest(
+                f"prompt: {prompt} tokens, at most {longest} can be served",
+                stage="placement",
+                field="prompt",
+            )
+        if want.max_tokens <= room:
             return None
-        room = max(min(prefills, decodes - 1), locals_ - 1)
-        if prompt > room:
-            return _too_long(prompt, room)
         return InvalidRequest(
-            f"max_tokens: {prompt} prompt tokens leave room for "
-            f"{max(decodes, locals_) - prompt} output tokens, not {want.max_tokens}",
+            f"max_tokens: {prompt} prompt tokens leave room for {room} output tokens, "
+            f"not {want.max_tokens}",
             stage="placement",
             field="max_tokens",
         )
+
+    def kind(self, want: Want) -> Hashable:
+        """Return what decides which workers could serve it: equal for wants that compete."""
+        prompt, kv_tokens = want.num_prompt_tokens, _kv_tokens(want)
+        fits = tuple((prompt <= p.kv_tokens, kv_tokens <= p.kv_tokens) for p in self._config.pools)
+        return want.avoid, self._is_single(want), fits
 
     # ---- where now
 
@@ -92,7 +97,7 @@ class Placement:
         decodes = self._fitting(want, self._decode_role, self._local_fits)
         locals_ = self._fitting(want, Role.MIXED if self._has_local else None, self._local_fits)
         lacking: set[str] = set()
-        if self._is_prefill_only(want):
+        if self._is_single(want):
             locals_, decodes = [], []
             if not prefills:
                 return NoRoute(role="prefill")
@@ -109,7 +114,7 @@ class Placement:
             lambda e: self._can_prefill(e, want) and self._can_decode(e, want),
         )
         routes = [Route(prefill=None, decode=entry) for entry in free_locals]
-        if self._is_prefill_only(want):
+        if self._is_single(want):
             routes += [Route(prefill=entry, decode=None) for entry in free_prefills]
         routes += [
             Route(prefill=p, decode=d) for p in free_prefills for d in free_decodes if p is not d
@@ -138,11 +143,8 @@ class Placement:
 
     # ---- candidates and room
 
-    def _is_prefill_only(self, want: Want) -> bool:
-        return want.max_tokens == 1 and self._has_prefill_pool
-
-    def _largest(self, role: Role | None) -> int:
-        return max((p.kv_tokens for p in self._config.pools if p.role is role), default=0)
+    def _is_single(self, want: Want) -> bool:
+        return self._capacity.is_single(want.num_prompt_tokens, want.max_tokens)
 
     def _fitting(
         self, want: Want, role: Role | None, fits: Callable[[WorkerEntry, Want], bool]
@@ -159,8 +161,7 @@ class Placement:
         return entry.blocks_for(want.num_prompt_tokens) <= entry.registration.num_blocks
 
     def _local_fits(self, entry: WorkerEntry, want: Want) -> bool:
-        total = want.num_prompt_tokens + want.max_tokens
-        return entry.blocks_for(total) <= entry.registration.num_blocks
+        return entry.blocks_for(_kv_tokens(want)) <= entry.registration.num_blocks
 
     def _with_room(
         self,
@@ -190,13 +191,10 @@ class Placement:
         return has_slot and self._decode_blocks(entry, want) <= entry.num_blocks_free
 
     def _decode_blocks(self, entry: WorkerEntry, want: Want) -> int:
-        growth = min(want.max_tokens, self._settings.growth_tokens)
-        return entry.blocks_for(want.num_prompt_tokens + growth)
+        most = want.num_prompt_tokens + self._settings.growth_tokens
+        return entry.blocks_for(min(_kv_tokens(want), most))
 
 
-def _too_long(num_prompt_tokens: int, room: int) -> InvalidRequest:
-    return InvalidRequest(
-        f"prompt: {num_prompt_tokens} tokens, at most {max(room, 0)} can be served",
-        stage="placement",
-        field="prompt",
-    )
+def _kv_tokens(want: Want) -> int:
+    """KV of all of it; the last token's is never computed."""
+    return want.num_prompt_tokens + want.max_tokens - 1

@@ -43,6 +43,8 @@ from cluster.control.waiting import Waiting, WaitingQueue
 from cluster.errors import DeadlineExceeded, NoWorker, PdserveError, QueueFull
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
+
     from cluster.config import DeployConfig
     from cluster.control.settings import ControlSettings
 
@@ -107,7 +109,9 @@ class Planner:
         if record is not None:
             self._ledger.remove_grant(record)
         error: PdserveError | None = self._placement.objection(want)
-        if error is None and key not in self._queue and self._is_full(now):
+        # One that has waited already, or whose workers failed it, was let in before.
+        is_known = key in self._queue or want.is_resent or want.attempt > 0
+        if error is None and not is_known and self._is_full(now):
             error = QueueFull(
                 f"{len(self._queue)} requests wait already",
                 stage="queue",
@@ -210,7 +214,7 @@ class Planner:
         """Walk the queue oldest first and grant what has room."""
         decisions: list[Decision] = []
         held: set[str] = set()
-        stuck: set[tuple[object, ...]] = set()
+        stuck: set[Hashable] = set()
         for waiting in self._queue:
             want = waiting.want
             if now >= waiting.deadline:
@@ -218,7 +222,7 @@ class Planner:
                 decisions.append(self._reject(waiting.router_id, want, _deadline_passed()))
                 continue
             # Among wants that may use the same workers the first one without room stops the rest.
-            kind = (want.avoid, want.max_tokens == 1)
+            kind = self._placement.kind(want)
             if kind in stuck:
                 continue
             choice = self._placement.choose(want, held, now)

@@ -2,7 +2,7 @@
 
 A want's life here:
     1. ``want`` keeps it in ``_waiting`` and sends it; every new stream sends it again, with the
-       time it has waited (``on_dialled``)
+       time it has waited (``_welcomed``)
     2. a grant or a reject takes it out (``_granted``, ``_rejected``); so does the end of its
        deadline, a cancel by its caller, or a control plane that stays away too long
     3. a grant whose caller is gone is given back at once; the others live in ``_held`` until
@@ -190,13 +190,8 @@ class RouteClient:
     # ---- for the connection
 
     def on_dialled(self, send: Callable[[pb.RouterFact], None]) -> None:
-        """Say who we are, give back what was done meanwhile, and want again what still waits."""
+        """Say who we are."""
         send(pb.RouterFact(hello=self._hello))
-        dones, self._unsent_dones = self._unsent_dones, []
-        for done in dones:
-            send(pb.RouterFact(done=done))
-        for waiting in self._waiting.values():
-            send(self._want_fact(waiting))
 
     def on_message(self, message: pb.RouteDecision) -> None:
         """Take one decision."""
@@ -229,10 +224,16 @@ class RouteClient:
     # ---- inside
 
     def _welcomed(self, term: int) -> None:
+        """Give back what was done meanwhile, and want again what still waits."""
         if term < self._term:
             logger.warning("term=%d is older than %d: an old control plane", term, self._term)
         self._term = max(self._term, term)
         self._is_connected = True
+        dones, self._unsent_dones = self._unsent_dones, []
+        for done in dones:
+            self._send_done(done)
+        for waiting in self._waiting.values():
+            self._stream.send(self._want_fact(waiting, is_resent=True))
 
     def _granted(self, grant: Grant) -> None:
         if grant.term < self._term:
@@ -268,12 +269,13 @@ class RouteClient:
         if not is_sent and len(self._unsent_dones) < _MAX_UNSENT_DONES:
             self._unsent_dones.append(done)
 
-    def _want_fact(self, waiting: _Waiting) -> pb.RouterFact:
+    def _want_fact(self, waiting: _Waiting, *, is_resent: bool = False) -> pb.RouterFact:
         here_s = self._clock.now() - waiting.since
         want = replace(
             waiting.want,
             waited_s=waiting.want.waited_s + here_s,
             remaining_s=waiting.want.remaining_s - here_s,
+            is_resent=is_resent,
         )
         return pb.RouterFact(want=convert.want_to_wire(want))
 

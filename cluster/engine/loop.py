@@ -6,8 +6,9 @@ The thread owns scheduler and runner. It sleeps only when nothing can be compute
 events: a command, blocks that became free, the next deadline, or ``wake``. Commands take effect
 between steps; an abort that came during a step drops that step's token.
 
-A step that raises is a fault: every sequence ends with ``EngineFault``, ``on_fault`` is called
-once, and whatever is added later ends in the same way. After ``stop`` it ends with ``Cancelled``.
+A step that raises is a fault: the sequences that were begun end with ``EngineFault``, those that
+nothing was computed for with ``WorkerLost``, as does whatever is added later; ``on_fault`` is
+called once, whatever else fails. After ``stop`` what is left ends with ``Cancelled``.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from typing import TYPE_CHECKING, Protocol
 from cluster.engine.plan import Outcome, Plan, SequenceEnd, StepEvents
 from cluster.engine.sequence import Sequence
 from cluster.engine.step_model import StepModel
-from cluster.errors import Cancelled, EngineFault, PdserveError
+from cluster.errors import Cancelled, EngineFault, PdserveError, WorkerLost
 from cluster.request import LegKey
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from cluster.clock import Clock
     from cluster.engine.scheduler import StepScheduler
@@ -34,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 _LONGEST_WAIT_S = 3600.0
 """Waits are cut here: a lock cannot time out after any number of seconds."""
+_STALL_FLOOR_S = 5.0
+_STALL_FACTOR = 4.0
+"""A step that takes longer than both the floor and so many times its prediction is stuck."""
 
 
 class Runner(Protocol):
@@ -41,10 +45,6 @@ class Runner(Protocol):
 
     def run(self, plan: Plan) -> Outcome:
         """Compute the plan's shares and draw a token for each sampled one."""
-        ...
-
-    def forget(self, keys: Iterable[LegKey]) -> None:
-        """Drop what is kept for these sequences: they ended, or must be computed again."""
         ...
 
 
@@ -72,6 +72,14 @@ class _Abort:
     error: PdserveError
 
 
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """One round of the step thread, from its wait to its next one."""
+
+    since: float
+    patience_s: float = _STALL_FLOOR_S
+
+
 class EngineLoop:
     """Runs one engine on a thread of its own.
 
@@ -80,7 +88,7 @@ class EngineLoop:
     ended, ``add`` and ``stop`` may call it on their caller's thread.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (the parts it is made of)
         self,
         *,
         scheduler: StepScheduler,
@@ -89,14 +97,17 @@ class EngineLoop:
         on_events: Callable[[StepEvents], None],
         on_fault: Callable[[BaseException], None],
         pin: Callable[[], None] | None = None,
+        speed: StepModel | None = None,
     ) -> None:
+        """``speed`` is what is known of it before the first step."""
         self._scheduler = scheduler
         self._runner = runner
         self._clock = clock
         self._on_events = on_events
         self._on_fault = on_fault
         self._pin = pin
-        self._speed = StepModel()
+        self._speed = speed or StepModel()
+        self._pass: _Pass | None = None
         self._num_steps = 0
         self._fault: EngineFault | None = None
         self._published = EngineSnapshot()
@@ -165,6 +176,15 @@ class EngineLoop:
             queued_tokens=published.queued_tokens + sum(s.num_tokens_left for s in added),
         )
 
+    def is_stalled(self, now: float, awake_since: float = float("-inf")) -> bool:
+        """Whether the step thread is stuck: in one step for far longer than that can take.
+
+        Waiting is no stall: blocks may be held by exports, which have deadlines of their own.
+        Time before ``awake_since`` does not count, as when the whole process had been stopped.
+        """
+        running = self._pass
+        return running is not None and now - max(running.since, awake_since) > running.patience_s
+
     def _post(self, item: Sequence | _Abort) -> bool:
         with self._changed:
             if self._is_over:
@@ -191,18 +211,21 @@ class EngineLoop:
 
     def _guarded(self, action: Callable[[], bool]) -> bool:
         """Do it; what it raises is the engine's fault, or a later one that changes nothing."""
+        self._pass = _Pass(self._clock.now())
         try:
             return action()
-        except Exception as error:
+        except BaseException as error:  # whatever it is: in silence every leg would hang
             logger.exception("thread=engine-step a step failed")
-            if self._fault is not None:
-                self._end_all(self._fault)
-                return False
-            self._fault = EngineFault(f"a step failed: {type(error).__name__}", stage="step")
-            self._fault.__cause__ = error
+            is_first = self._fault is None
+            if self._fault is None:
+                self._fault = EngineFault(f"a step failed: {type(error).__name__}", stage="step")
+                self._fault.__cause__ = error
             self._end_all(self._fault)
-            self._call(functools.partial(self._on_fault, error))
+            if is_first:
+                self._call(functools.partial(self._on_fault, error))
             return False
+        finally:
+            self._pass = None
 
     def _step(self) -> bool:
         """Make one step; False when there was nothing to compute."""
@@ -212,19 +235,20 @@ class EngineLoop:
             return False
         started_at = self._clock.now()
         plan = self._scheduler.schedule(started_at)
-        self._forget()
         self._publish()
         self._tell(self._scheduler.take_events())
         if plan is None:
             return False
+        num_decodes = sum(len(share.token_ids) == 1 for share in plan.shares)
+        num_prefills = plan.num_tokens - num_decodes
+        predicted_s = self._speed.predict(num_decodes, num_prefills)
+        self._pass = _Pass(started_at, max(_STALL_FLOOR_S, _STALL_FACTOR * predicted_s))
         outcome = self._runner.run(plan)
         self._take_inbox()
         now = self._clock.now()
         events = self._scheduler.commit(plan, outcome, now)
         self._num_steps += 1
-        num_decodes = sum(len(share.token_ids) == 1 for share in plan.shares)
-        self._speed.observe(num_decodes, plan.num_tokens - num_decodes, now - started_at)
-        self._forget()
+        self._speed.observe(num_decodes, num_prefills, now - started_at)
         self._publish()
         self._tell(events)
         return True
@@ -242,10 +266,11 @@ class EngineLoop:
             except ValueError:
                 logger.exception("seq=%s added twice, the second is dropped", item.key)
         if self._fault is not None:
-            self._scheduler.abort_all(self._fault, self._clock.now())
+            self._abort_all(self._fault)
 
     def _wait(self) -> None:
-        deadline = self._scheduler.next_deadline
+        # After a fault nothing expires: what could not be ended then must not keep us awake.
+        deadline = self._scheduler.next_deadline if self._fault is None else None
         with self._changed:
             if self._inbox or self._has_news or self._is_stopping:
                 return
@@ -253,11 +278,6 @@ class EngineLoop:
             if deadline is not None:
                 timeout_s = min(max(0.0, deadline - self._clock.now()), _LONGEST_WAIT_S)
             self._changed.wait(timeout_s)
-
-    def _forget(self) -> None:
-        dropped = self._scheduler.take_dropped()
-        if dropped:
-            self._runner.forget(dropped)
 
     def _tell(self, events: StepEvents) -> None:
         if events.started or events.tokens or events.ends:
@@ -279,20 +299,25 @@ class EngineLoop:
         )
 
     def _end_all(self, error: PdserveError) -> None:
-        self._scheduler.abort_all(error, self._clock.now())
-        self._publish()
-        self._call(self._forget)
-        self._call(functools.partial(self._tell, self._scheduler.take_events()))
+        self._call(functools.partial(self._abort_all, error))
+        self._call(self._publish)
+        self._call(lambda: self._tell(self._scheduler.take_events()))
+
+    def _abort_all(self, error: PdserveError) -> None:
+        self._scheduler.abort_all(error, self._clock.now(), unstarted=self._unstarted_error())
 
     def _call(self, action: Callable[[], object]) -> None:
         """Call out of a fault: what fails now must not hide the ends of the others."""
         try:
             action()
-        except Exception:
+        except BaseException:
             logger.exception("thread=engine-step a callback failed after the fault")
 
-    def _final_error(self) -> PdserveError:
-        return self._fault or Cancelled("the worker stopped", stage="engine")
+    def _unstarted_error(self) -> PdserveError:
+        """What to say where nothing was computed: another worker may well do it."""
+        if self._fault is None:
+            return Cancelled("the worker stopped", stage="engine")
+        return WorkerLost("the worker's engine failed before this began", stage="queue")
 
     def _close(self) -> None:
         """End what is left; from here on ``add`` refuses on its caller's thread."""
@@ -302,10 +327,10 @@ class EngineLoop:
 
     def _take_inbox_and_end(self) -> None:
         self._take_inbox()
-        self._end_all(self._final_error())
+        self._end_all(self._fault or self._unstarted_error())
 
     def _refuse(self, sequence: Sequence) -> None:
         self._scheduler.pool.release(sequence.key)
         self._on_events(
-            StepEvents(ends=(SequenceEnd(key=sequence.key, error=self._final_error()),))
+            StepEvents(ends=(SequenceEnd(key=sequence.key, error=self._unstarted_error()),))
         )

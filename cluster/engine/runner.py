@@ -12,8 +12,6 @@ from cluster.model.sampler import Draw, sample
 from cluster.request import LegKey, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from cluster.kv.cache import PagedCache
     from cluster.model.loader import LoadedModel
 
@@ -48,9 +46,6 @@ class ModelRunner:
         token_ids = sample(logits_SV, draws)
         keys = [share.key for share in batch.sampled]
         return Outcome(dict(zip(keys, token_ids, strict=True)))
-
-    def forget(self, keys: Iterable[LegKey]) -> None:
-        """Drop what is kept about sequences that left: nothing."""
 
     def warm_up(self, *, num_tokens: int, num_seqs: int) -> None:
         """Run a prompt and a decode step of the given sizes, so that later ones pay no first call.

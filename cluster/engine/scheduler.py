@@ -81,7 +81,6 @@ class StepScheduler:
         self._started: list[LegKey] = []
         self._tokens: list[Token] = []
         self._ends: list[SequenceEnd] = []
-        self._dropped: list[LegKey] = []
 
     @property
     def num_running(self) -> int:
@@ -137,10 +136,13 @@ class StepScheduler:
         if sequence is not None:
             self._end(sequence, now, error=error)
 
-    def abort_all(self, error: PdserveError, now: float) -> None:
-        """End every sequence with ``error``."""
+    def abort_all(
+        self, error: PdserveError, now: float, *, unstarted: PdserveError | None = None
+    ) -> None:
+        """End every sequence with ``error``; with ``unstarted`` those that no step computed."""
         for sequence in list(self._live.values()):
-            self._end(sequence, now, error=error)
+            is_unstarted = sequence.started_at is None
+            self._end(sequence, now, error=unstarted if unstarted and is_unstarted else error)
         self._set_aside()
 
     def schedule(self, now: float) -> Plan | None:
@@ -185,11 +187,6 @@ class StepScheduler:
         self._started, self._tokens, self._ends = [], [], []
         return events
 
-    def take_dropped(self) -> tuple[LegKey, ...]:
-        """Return the keys that lost their KV or ended since the last call, for the runner."""
-        dropped, self._dropped = tuple(self._dropped), []
-        return dropped
-
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
 
@@ -226,7 +223,6 @@ class StepScheduler:
         sequence.num_computed_tokens = 0
         sequence.num_preemptions += 1
         self.num_preemptions += 1
-        self._dropped.append(sequence.key)
 
     def _admit(self) -> None:
         blocked: Sequence | None = None
@@ -316,7 +312,6 @@ class StepScheduler:
             self.pool.release(sequence.key)
         sequence.block_ids = []
         started_at = sequence.started_at
-        self._dropped.append(sequence.key)
         self._ends.append(
             SequenceEnd(
                 key=sequence.key,

@@ -11,15 +11,18 @@ class StepModel:
 
     Steps of decodes only fit ``base + per_seq * num_decodes`` by least squares with exponential
     forgetting. What a step with prompt tokens takes beyond that is the prompt's share, kept as
-    seconds per token. All three are 0 until a step told otherwise, and never negative.
+    seconds per token. All three are what they were made with until a step told otherwise, and
+    never negative.
     """
 
-    def __init__(self) -> None:
-        self.base_s = 0.0
+    def __init__(
+        self, base_s: float = 0.0, per_seq_s: float = 0.0, prefill_per_token_s: float = 0.0
+    ) -> None:
+        self.base_s = base_s
         """Seconds of a decode step, whatever its size."""
-        self.per_seq_s = 0.0
+        self.per_seq_s = per_seq_s
         """Seconds that each decoding sequence adds."""
-        self.prefill_per_token_s = 0.0
+        self.prefill_per_token_s = prefill_per_token_s
         """Seconds that each prompt token adds."""
         # Weighted sums over decode steps: weight, n, n*n, t, n*t. Over prompts: tokens, seconds.
         self._w = self._n = self._nn = self._t = self._nt = 0.0

@@ -8,7 +8,7 @@
 A holder is a sequence's key, or ``("export", handoff_id)`` for KV that waits for its decode
 worker. Every block is in exactly one of these places; ``check`` proves it. The step thread, the
 event loop and link threads all come here, so every method takes ``lock``; whoever must look and
-then act (a link thread before it scatters) holds ``lock`` around both.
+then act holds ``lock`` around both.
 """
 
 from __future__ import annotations

@@ -62,14 +62,15 @@ class WorkerClient:
             raise WorkerLost("the worker is gone", worker_id=self.peer.worker_id)
         if self._stream is None:
             self._stream = asyncio.ensure_future(self._run())
-        await self._outgoing.put(wire.RouterMessage(start=convert.leg_to_wire(leg)))
+        if not self._send(wire.RouterMessage(start=convert.leg_to_wire(leg))):
+            raise WorkerLost("the worker reads nothing", worker_id=self.peer.worker_id)
 
     async def abort_leg(self, key: LegKey, cause: AbortCause) -> None:
         """Give a leg up; nothing to do where the worker is lost."""
         if self._is_over or self._stream is None:
             return
         abort = wire.AbortLeg(key=convert.key_to_wire(key), cause=convert.cause_to_wire(cause))
-        await self._outgoing.put(wire.RouterMessage(abort=abort))
+        self._send(wire.RouterMessage(abort=abort))
 
     async def close(self) -> None:
         """End the stream, and with it all its legs; no event follows. Idempotent."""
@@ -79,8 +80,34 @@ class WorkerClient:
             stream.cancel()
             await asyncio.gather(stream, return_exceptions=True)
 
+    def _send(self, message: wire.RouterMessage) -> bool:
+        """Queue a message. A worker that lets the queue fill up is lost: nobody waits for it."""
+        try:
+            self._outgoing.put_nowait(message)
+        except asyncio.QueueFull:
+            self._lose(f"it does not read: {MAX_QUEUED_MESSAGES} messages wait")
+            if self._stream is not None:
+                self._stream.cancel()
+            return False
+        return True
+
     async def _run(self) -> None:
-        reason = "the stream ended"
+        reason = "the stream was cut"
+        try:
+            reason = await self._attach()
+        except grpc.aio.AioRpcError as error:
+            reason = f"{error.code().name}: {error.details()}"
+        except (TimeoutError, WorkerLost) as error:
+            reason = str(error) or f"no answer within {CONNECT_TIMEOUT_S:g} s"
+        except Exception as error:
+            logger.exception("worker=%s its stream failed here", self.peer.worker_id)
+            reason = f"its stream failed here: {type(error).__name__}"
+        finally:
+            # However it ends, whoever has a leg there must hear of it.
+            self._lose(reason)
+
+    async def _attach(self) -> str:
+        """Carry the stream until its end; returns why it ended."""
         async with grpc.aio.insecure_channel(self.peer.address, options=CHANNEL_OPTIONS) as channel:
             call = wire_grpc.WorkerStub(channel).Attach(
                 self._messages(), metadata=((INCARNATION_METADATA, self.peer.incarnation),)
@@ -89,13 +116,9 @@ class WorkerClient:
                 await self._check_incarnation(call)
                 async for batch in call:
                     self._deliver(batch)
-            except grpc.aio.AioRpcError as error:
-                reason = f"{error.code().name}: {error.details()}"
-            except (TimeoutError, WorkerLost) as error:
-                reason = str(error) or f"no answer within {CONNECT_TIMEOUT_S:g} s"
             finally:
                 call.cancel()
-        self._lose(reason)
+        return "the stream ended"
 
     async def _check_incarnation(self, call: AttachCall) -> None:
         metadata = await asyncio.wait_for(call.initial_metadata(), CONNECT_TIMEOUT_S)

@@ -118,7 +118,7 @@ class Link:
         """Why the link is gone; None while it is not."""
         return self._lost.result() if self._lost.done() else None
 
-    async def signal(self, message: LinkSignal) -> None:
+    def signal(self, message: LinkSignal) -> None:
         """Send one message behind those before it; raises PeerLost on a lost link."""
         self._check_alive()
         self._outbox.put_nowait(signal_to_wire(message))

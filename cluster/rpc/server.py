@@ -2,7 +2,7 @@
 
 An attached router is one stream: its legs and aborts come up, and whatever its legs emit between
 two writes goes down as one message. A router that stops reading is cut off when its queue is
-full; a stream that ends takes its legs with it.
+full or a write takes too long; a stream that ends takes its legs with it.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ MAX_QUEUED_ITEMS = 16384
 """Tokens and ends that wait for one router before it is cut off."""
 MAX_ITEMS_PER_MESSAGE = 8192
 """Keeps a message under the size cap whatever the length of request ids."""
+WRITE_TIMEOUT_S = 10.0
+"""A router that takes nothing for so long is cut off, however little waits for it."""
 
 
 class LinkServer(Protocol):
@@ -114,7 +116,7 @@ class _Servicer(wire_grpc.WorkerServicer):
         reader.add_done_callback(lambda _: outgoing.close())
         try:
             while await outgoing.has_news():
-                await context.write(outgoing.take())
+                await outgoing.write_to(context)
         finally:
             outgoing.close()
             self._attached.discard(outgoing)
@@ -125,6 +127,9 @@ class _Servicer(wire_grpc.WorkerServicer):
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the router reads too slowly")
         if isinstance(result, PdserveError):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, result.message)
+        if isinstance(result, Exception):
+            logger.error("an attach failed", exc_info=result)
+            await context.abort(grpc.StatusCode.INTERNAL, "the worker failed on a message")
 
     async def Link(  # type: ignore[override]
         self, request_iterator: AsyncIterator[wire.LinkMessage], context: LinkContext
@@ -175,6 +180,7 @@ class _Outgoing:
         self._ends: list[LegEnd] = []
         self._wake = asyncio.Event()
         self._is_closed = False
+        self._patience: asyncio.Timeout | None = None
         self.is_overrun = False
 
     def emit(self, tokens: Sequence[Token], ends: Sequence[LegEnd]) -> None:
@@ -183,10 +189,27 @@ class _Outgoing:
         self._tokens.extend(tokens)
         self._ends.extend(ends)
         if len(self._tokens) + len(self._ends) > MAX_QUEUED_ITEMS:
-            self._tokens, self._ends = [], []
-            self.is_overrun = True
-            self._is_closed = True
+            self.cut()
         self._wake.set()
+
+    def cut(self) -> None:
+        """Give the router up, also in the middle of a write that it does not take."""
+        self._tokens, self._ends = [], []
+        self.is_overrun = True
+        self.close()
+        if self._patience is not None and not self._patience.expired():
+            self._patience.reschedule(0.0)
+
+    async def write_to(self, context: AttachContext) -> None:
+        """Write what waits as one message; returns also when the router is cut off meanwhile."""
+        try:
+            async with asyncio.timeout(WRITE_TIMEOUT_S) as self._patience:
+                await context.write(self.take())
+        except TimeoutError:
+            if not self.is_overrun:
+                self.cut()
+        finally:
+            self._patience = None
 
     def close(self) -> None:
         """Take no more; what is queued is still sent."""

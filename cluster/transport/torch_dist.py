@@ -5,12 +5,15 @@ a fate nor need to be made in the same order everywhere. The two ranks find one 
 the link's rendezvous instead of a TCPStore, which would listen on every interface and ask nobody
 who they are.
 
-A wait cannot be interrupted: it ends with its operation, with the peer's socket, or at its
-timeout. So all waits run on the link's own thread.
+A wait on gloo cannot be interrupted: it ends with its operation, with the peer's socket, or at its
+timeout. NCCL knows no such wait: the host polls until its deadline, and then gives the group up
+itself, for torch's own watchdog would end the process. All waits run on the link's own thread.
 """
 
 from __future__ import annotations
 
+import os
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +39,12 @@ if TYPE_CHECKING:
 
     Group = Any  # torch's own stubs miss these constructors and options
 
+_NCCL_TIMEOUT = timedelta(days=1)
+"""Longer than any wait of ours: torch's watchdog shall never judge a transfer."""
+_NCCL_ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""Read when a group is made; else a stalled peer ends this process."""
+_POLL_S = 0.0002
+
 
 class TorchDistTransport(Transport):
     """Channels over process groups of two; ``device`` picks the backend.
@@ -54,16 +63,17 @@ class TorchDistTransport(Transport):
         """Make this link's group; blocks until the peer makes its half."""
         store = RendezvousStore(rendezvous, link_id, timeout_s)
         try:
-            group = self._make_group(store, rank, timedelta(seconds=timeout_s))
+            if torch.device(self.device).type == "cuda":
+                group = self._make_nccl(store, rank)
+                return _NcclChannel(group, store, rank, torch.device(self.device))
+            group = self._make_gloo(store, rank, timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise _typed(error, "opening the channel") from error
         finally:
             store.finish()
         return _TorchDistChannel(group, store, rank)
 
-    def _make_group(self, store: RendezvousStore, rank: int, timeout: timedelta) -> Group:
-        if torch.device(self.device).type == "cuda":
-            return self._make_nccl(store, rank, timeout)
+    def _make_gloo(self, store: RendezvousStore, rank: int, timeout: timedelta) -> Group:
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timeout
@@ -71,10 +81,11 @@ class TorchDistTransport(Transport):
         options._devices = [gloo.create_device(hostname=self._bind_host, lazy_init=False)]
         return gloo(store, rank, 2, options)
 
-    def _make_nccl(self, store: RendezvousStore, rank: int, timeout: timedelta) -> Group:
+    def _make_nccl(self, store: RendezvousStore, rank: int) -> Group:
+        os.environ.update(_NCCL_ENVIRONMENT)
         nccl: Any = dist.ProcessGroupNCCL
         options = nccl.Options()
-        options._timeout = timeout
+        options._timeout = _NCCL_TIMEOUT
         group = nccl(store, rank, 2, options)
         group.eager_connect_single_device(torch.device(self.device))
         return group
@@ -140,30 +151,59 @@ class _TorchDistChannel(Channel):
         if not self._can_send:
             raise TransportError("the receiving end cannot send", stage="transfer")
         group = self._live_group()
-        self._wait(lambda: group.send([data_B], self._peer, 0), data_B, timeout_s)
+        self._wait(lambda: group.send([data_B], self._peer, 0), timeout_s)
 
     def _recv(self, into_B: Tensor, timeout_s: float) -> None:
         if self._can_send:
             raise TransportError("the sending end cannot receive", stage="transfer")
         group = self._live_group()
-        self._wait(lambda: group.recv([into_B], self._peer, 0), into_B, timeout_s)
+        self._wait(lambda: group.recv([into_B], self._peer, 0), timeout_s)
 
     def _live_group(self) -> Group:
         assert self._group is not None, "released while in use"
         return self._group
 
-    @staticmethod
-    def _wait(start: Callable[[], dist.Work], data_B: Tensor, timeout_s: float) -> None:
+    def _wait(self, start: Callable[[], dist.Work], timeout_s: float) -> None:
         try:
             start().wait(timedelta(seconds=timeout_s))
-            if data_B.is_cuda:  # NCCL's wait only orders the stream behind the transfer
-                torch.cuda.current_stream(data_B.device).synchronize()
         except RuntimeError as error:
             raise _typed(error, "moving bytes") from error
 
     def _release(self) -> None:
         # Dropping the last reference closes the sockets, which is what the peer notices.
         self._group = None
+
+
+class _NcclChannel(_TorchDistChannel):
+    """The same over NCCL, on a stream of its own: on the default one the next step would wait."""
+
+    def __init__(
+        self, group: Group, store: RendezvousStore, rank: int, device: torch.device
+    ) -> None:
+        super().__init__(group, store, rank)
+        self._cuda: Any = torch.cuda  # its stubs miss types
+        self._stream = self._cuda.Stream(device)
+
+    def _wait(self, start: Callable[[], dist.Work], timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        done = self._cuda.Event()
+        try:
+            # What filled the buffer, or still reads it, was queued on this thread's stream.
+            self._stream.wait_stream(self._cuda.current_stream(self._stream.device))
+            with self._cuda.stream(self._stream):
+                start().wait()  # orders our stream behind the transfer; the host goes on
+                done.record(self._stream)
+            while not done.query():
+                if time.monotonic() > deadline:
+                    raise TransferTimeout(f"no end within {timeout_s:.1f} s", stage="transfer")
+                time.sleep(_POLL_S)
+        except RuntimeError as error:
+            raise _typed(error, "moving bytes") from error
+
+    def _release(self) -> None:
+        # Without this the group's end waits for a transfer whose peer is silent.
+        self._live_group().abort()
+        super()._release()
 
 
 def _typed(error: RuntimeError, doing: str) -> TransportError:

@@ -53,6 +53,7 @@ class Want(_message.Message):
     WAITED_S_FIELD_NUMBER: _builtins.int
     REMAINING_S_FIELD_NUMBER: _builtins.int
     AVOID_FIELD_NUMBER: _builtins.int
+    IS_RESENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     num_prompt_tokens: _builtins.int
@@ -61,6 +62,8 @@ class Want(_message.Message):
     """already waited, from earlier streams or attempts"""
     remaining_s: _builtins.float
     """of the request's deadline"""
+    is_resent: _builtins.bool
+    """on a new stream: it was in the queue before"""
     @_builtins.property
     def avoid(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """incarnations this request must not be placed on"""
@@ -75,10 +78,11 @@ class Want(_message.Message):
         waited_s: _builtins.float = ...,
         remaining_s: _builtins.float = ...,
         avoid: _abc.Iterable[_builtins.str] | None = ...,
+        is_resent: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "avoid", b"avoid", "max_tokens", b"max_tokens", "num_prompt_tokens", b"num_prompt_tokens", "remaining_s", b"remaining_s", "request_id", b"request_id", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "avoid", b"avoid", "is_resent", b"is_resent", "max_tokens", b"max_tokens", "num_prompt_tokens", b"num_prompt_tokens", "remaining_s", b"remaining_s", "request_id", b"request_id", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -609,6 +613,7 @@ class WorkerReport(_message.Message):
     PREFILL_PER_TOKEN_S_FIELD_NUMBER: _builtins.int
     TRANSFERS_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
+    UNRESERVED_GRANTS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
     num_transferring: _builtins.int
@@ -630,6 +635,10 @@ class WorkerReport(_message.Message):
     def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """monotonic; names as in /metrics"""
 
+    @_builtins.property
+    def unreserved_grants(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """of held_grants: those that hold no blocks yet"""
+
     def __init__(
         self,
         *,
@@ -645,10 +654,11 @@ class WorkerReport(_message.Message):
         prefill_per_token_s: _builtins.float = ...,
         transfers: _abc.Iterable[Global___TransferSample] | None = ...,
         counters: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        unreserved_grants: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "counters", b"counters", "held_grants", b"held_grants", "num_running", b"num_running", "num_steps", b"num_steps", "num_transferring", b"num_transferring", "num_waiting", b"num_waiting", "prefill_per_token_s", b"prefill_per_token_s", "queued_tokens", b"queued_tokens", "step_base_s", b"step_base_s", "step_per_seq_s", b"step_per_seq_s", "transfers", b"transfers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "counters", b"counters", "held_grants", b"held_grants", "num_running", b"num_running", "num_steps", b"num_steps", "num_transferring", b"num_transferring", "num_waiting", b"num_waiting", "prefill_per_token_s", b"prefill_per_token_s", "queued_tokens", b"queued_tokens", "step_base_s", b"step_base_s", "step_per_seq_s", b"step_per_seq_s", "transfers", b"transfers", "unreserved_grants", b"unreserved_grants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

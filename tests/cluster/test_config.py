@@ -45,12 +45,21 @@ def test_round_trip_keeps_every_value():
         ({"pools": [{**MIXED, "kv_tokens": 4097}]}, "pools.a.kv_tokens", "not a multiple"),
         ({"pools": [{**MIXED, "count": 2, "cores": [0]}]}, "pools.a.cores", "fewer than count"),
         ({**TREE, "endpoints": {"http_port": 8001}}, "endpoints", "differ"),
+        ({**TREE, "endpoints": {"host": "0.0.0.0"}}, "endpoints.host", "use 127.0.0.1"),
+        ({**TREE, "endpoints": {"host": "::"}}, "endpoints.host", "not a loopback"),
+        ({**TREE, "endpoints": {"host": "192.0.2.1"}}, "endpoints.host", "not a loopback"),
+        ({**TREE, "endpoints": {"host": "node7"}}, "endpoints.host", "not a loopback"),
     ],
 )  # fmt: skip
 def test_refuses_with_the_path_and_a_hint(tree, field, hint):
     with pytest.raises(ConfigError, match=hint) as caught:
         config.from_tree(tree)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1"])
+def test_loopback_is_accepted(host):
+    assert config.from_tree({**TREE, "endpoints": {"host": host}}).endpoints.host == host
 
 
 def test_load_applies_overrides_by_name_and_index(tmp_path):

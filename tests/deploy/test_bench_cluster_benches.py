@@ -10,7 +10,12 @@ from deploy.bench.isolation import IsolationSize, Window, gaps
 from tests.deploy.bench_doors import COMPUTE_S, FakeDoors, make_site, open_doors
 
 STREAMING = IsolationSize(
-    num_streams=3, num_rounds=2, warm_up_tokens=3, quiet_s=0.2, load_s=0.3, stream_max_tokens=100_000
+    num_streams=3,
+    num_rounds=2,
+    warm_up_tokens=3,
+    quiet_s=0.2,
+    load_s=0.3,
+    stream_max_tokens=100_000,
 )
 
 

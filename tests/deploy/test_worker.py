@@ -11,12 +11,14 @@ from cluster.clock import SystemClock
 from cluster.config import DeployConfig, ModelConfig, PoolConfig, Role, TransportKind
 from cluster.control.server import ControlServer
 from cluster.control.status import get_cluster
+from cluster.engine import loop as loop_module
+from cluster.engine.plan import SequenceEnd, StepEvents
 from cluster.errors import EngineFault, InvalidRequest, QueueFull, StartupError, WorkerLost
 from cluster.handoff import AbortCause
 from cluster.kv.layout import KVLayout
 from cluster.request import FinishReason, Leg, LegKind
 from cluster.transport.loopback import LoopbackTransport
-from deploy import worker as worker_module
+from deploy import worker_legs, worker_watch
 from deploy.worker import Worker
 from deploy.worker_parts import StepSpeed, WorkerParts
 from tests.factories import (
@@ -144,7 +146,7 @@ async def world():
         await worker.stop(0.0)
         worker._pool.check()
         assert worker._pool.num_free == NUM_BLOCKS
-        assert worker.num_open_legs == 0
+        assert len(worker.legs) == 0
     await control.stop()
 
 
@@ -176,8 +178,8 @@ def blocked_runner():
 async def test_a_request_goes_through_two_workers(world):
     prefill, decode = await world.start("p", "p-0"), await world.start("d", "d-0")
     p_sink, d_sink = Sink(), Sink()
-    prefill.start_leg(make_leg(LegKind.PREFILL, peer=decode.me), p_sink)
-    decode.start_leg(make_leg(LegKind.DECODE), d_sink)
+    prefill.legs.start_leg(make_leg(LegKind.PREFILL, peer=decode.me), p_sink)
+    decode.legs.start_leg(make_leg(LegKind.DECODE), d_sink)
     p_end, d_end = await p_sink.end_of(KEY), await d_sink.end_of(KEY)
     assert (p_end.error, p_end.finish_reason) == (None, None)
     assert d_end.finish_reason is FinishReason.LENGTH
@@ -192,10 +194,10 @@ async def test_a_mixed_worker_serves_both_sides_of_other_handoffs(world):
     sinks = {}
     for request_id, (sender, receiver) in {"a": (one, two), "b": (two, one)}.items():
         sinks[request_id] = Sink()
-        sender.start_leg(make_leg(LegKind.PREFILL, request_id, receiver.me), Sink())
-        receiver.start_leg(make_leg(LegKind.DECODE, request_id), sinks[request_id])
+        sender.legs.start_leg(make_leg(LegKind.PREFILL, request_id, receiver.me), Sink())
+        receiver.legs.start_leg(make_leg(LegKind.DECODE, request_id), sinks[request_id])
     sinks["c"] = Sink()
-    one.start_leg(make_leg(LegKind.LOCAL, "c"), sinks["c"])
+    one.legs.start_leg(make_leg(LegKind.LOCAL, "c"), sinks["c"])
     for request_id, sink in sinks.items():
         await sink.end_of(make_key(request_id))
         assert sink.output() == expected_tokens(request_id, 6)
@@ -218,20 +220,117 @@ async def test_an_engine_fault_ends_every_leg_and_deregisters(world, caplog):
     runner, entered, go = blocked_runner()
     worker = await world.start("m", "m-0", runner)
     sink = Sink()
-    worker.start_leg(make_leg(LegKind.LOCAL), sink)
-    worker.start_leg(make_leg(LegKind.DECODE, "waits"), sink)
+    worker.legs.start_leg(make_leg(LegKind.LOCAL), sink)
+    worker.legs.start_leg(make_leg(LegKind.DECODE, "waits"), sink)
     await asyncio.to_thread(entered.wait, 10)
     runner.draw = lambda share: 1 / 0
     go.set()
     error = await asyncio.wait_for(asyncio.shield(worker.fault), 10)
     assert isinstance(error, ZeroDivisionError)
-    for request_id in ("r", "waits"):
-        end = await sink.end_of(make_key(request_id))
-        assert isinstance(end.error, EngineFault)
-    worker.start_leg(make_leg(LegKind.LOCAL, "late"), sink)
-    assert isinstance(sink.ends[make_key("late")].error, EngineFault)
+    assert isinstance((await sink.end_of(KEY)).error, EngineFault)
+    # Nothing was computed for these: another worker can have them.
+    assert isinstance((await sink.end_of(make_key("waits"))).error, WorkerLost)
+    worker.legs.start_leg(make_leg(LegKind.LOCAL, "late"), sink)
+    assert isinstance(sink.ends[make_key("late")].error, WorkerLost)
     await world.reports(lambda reports: not reports)
-    assert "engine fault" in caplog.text
+    assert "m-0 fault" in caplog.text
+    with pytest.raises(EngineFault):
+        worker.check_health()
+
+
+async def fault_of(worker):
+    return await asyncio.wait_for(asyncio.shield(worker.fault), 10)
+
+
+async def test_a_step_that_is_stuck_is_a_fault(world, monkeypatch):
+    """Its process must be replaced: nothing else ends the legs that wait for the step."""
+    monkeypatch.setattr(loop_module, "_STALL_FLOOR_S", 0.2)
+    runner, entered, go = blocked_runner()
+    worker = await world.start("m", "m-0", runner)
+    worker.check_health()
+    worker.legs.start_leg(make_leg(LegKind.LOCAL), Sink())
+    assert await asyncio.to_thread(entered.wait, 10)
+    assert "stuck" in str(await fault_of(worker))
+    with pytest.raises(EngineFault):
+        worker.check_health()
+    await world.reports(lambda reports: not reports)
+    go.set()
+
+
+async def test_a_bug_in_a_callback_of_the_engine_is_a_fault(world, monkeypatch, caplog):
+    worker = await world.start("m", "m-0")
+    monkeypatch.setattr(worker.legs.decode, "on_step", lambda events: 1 / 0)
+    worker.legs.start_leg(make_leg(LegKind.LOCAL), Sink())
+    assert isinstance(await fault_of(worker), ZeroDivisionError)
+    assert "m-0 fault" in caplog.text
+    monkeypatch.undo()
+    worker.legs.decode.on_step(StepEvents(ends=(SequenceEnd(key=KEY, error=WorkerLost("x")),)))
+
+
+async def test_a_bug_in_a_tick_is_a_fault(world, monkeypatch):
+    worker = await world.start("m", "m-0")
+    sink = Sink()
+    worker.legs.start_leg(make_leg(LegKind.DECODE), sink)
+    monkeypatch.setattr(worker.legs.prefill, "expire", lambda now: 1 / 0)
+    assert isinstance(await fault_of(worker), ZeroDivisionError)
+    assert isinstance((await sink.end_of(KEY)).error, WorkerLost)
+
+
+async def test_a_half_that_cannot_be_closed_does_not_keep_the_other_one_open(world, monkeypatch):
+    worker = await world.start("m", "m-0")
+    sink = Sink()
+    worker.legs.start_leg(make_leg(LegKind.DECODE), sink)
+    monkeypatch.setattr(worker.legs.prefill, "close", lambda cause, error: 1 / 0)
+    worker._fail(ValueError("bug"))
+    assert isinstance(sink.ends[KEY].error, WorkerLost)
+    await world.reports(lambda reports: not reports)
+
+
+async def test_the_pool_is_checked_when_the_worker_is_idle_again(world, monkeypatch):
+    monkeypatch.setattr(worker_watch, "_IDLE_S", 0.0)
+    worker = await world.start("m", "m-0")
+    await world.reports(lambda reports: reports["m-0"].counters["pool_checks"] == 0)
+    sink = Sink()
+    for number, request_id in enumerate(("a", "b"), start=1):
+        worker.legs.start_leg(make_leg(LegKind.LOCAL, request_id), sink)
+        await sink.end_of(make_key(request_id))
+        await world.reports(lambda r, n=number: r["m-0"].counters["pool_checks"] == n)
+    lost = worker._pool._free.pop()
+    worker.legs.start_leg(make_leg(LegKind.LOCAL, "c"), sink)
+    assert str(lost) in str(await fault_of(worker))
+    worker._pool._free.append(lost)
+
+
+async def test_a_worker_that_is_turned_away_later_does_not_blame_its_engine(world):
+    worker = await world.start("m", "m-0")
+    sink = Sink()
+    worker.legs.start_leg(make_leg(LegKind.DECODE), sink)
+    worker._report._was_refused("replaced by another incarnation")
+    assert isinstance(await fault_of(worker), StartupError)
+    assert isinstance(sink.ends[KEY].error, WorkerLost)
+    worker.legs.start_leg(make_leg(LegKind.LOCAL, "late"), sink)
+    assert isinstance(sink.ends[make_key("late")].error, WorkerLost)
+
+
+async def test_a_start_without_a_control_plane_ends(world):
+    world.address = "127.0.0.1:1"
+    worker = world.make("m", "m-0")
+    with pytest.raises(StartupError, match=r"not accepted within 0\.2 s.*127\.0\.0\.1:1"):
+        await asyncio.wait_for(worker.start(timeout_s=0.2), 10)
+
+
+async def test_a_fault_before_it_is_accepted_is_a_startup_error(world, monkeypatch):
+    world.address = "127.0.0.1:1"
+    worker = world.make("m", "m-0")
+    start = worker._report.start
+
+    async def fail_then() -> None:
+        await start()
+        worker._errands.soon(lambda: worker._fail(OSError("no such core")))
+
+    monkeypatch.setattr(worker._report, "start", fail_then)
+    with pytest.raises(StartupError, match="no such core"):
+        await asyncio.wait_for(worker.start(), 10)
 
 
 async def test_stopping_ends_open_legs_with_worker_lost(world):
@@ -239,8 +338,8 @@ async def test_stopping_ends_open_legs_with_worker_lost(world):
     runner, entered, go = blocked_runner()
     worker = await world.start("m", "m-0", runner)
     sink = Sink()
-    worker.start_leg(make_leg(LegKind.LOCAL), sink)
-    worker.start_leg(make_leg(LegKind.DECODE, "waits"), sink)
+    worker.legs.start_leg(make_leg(LegKind.LOCAL), sink)
+    worker.legs.start_leg(make_leg(LegKind.DECODE, "waits"), sink)
     await asyncio.to_thread(entered.wait, 10)
     stopping = asyncio.ensure_future(worker.stop(0.0))
     await sink.end_of(make_key("waits"))
@@ -249,15 +348,21 @@ async def test_stopping_ends_open_legs_with_worker_lost(world):
     await worker.stop(0.0)
     for request_id in ("r", "waits"):
         assert isinstance(sink.ends[make_key(request_id)].error, WorkerLost)
-    worker.start_leg(make_leg(LegKind.LOCAL, "late"), sink)
+    worker.legs.start_leg(make_leg(LegKind.LOCAL, "late"), sink)
     assert isinstance(sink.ends[make_key("late")].error, WorkerLost)
 
 
 async def test_stopping_with_grace_lets_legs_end(world):
-    worker = await world.start("m", "m-0")
+    """Nothing more is placed on it; what runs there ends as it would have."""
+    runner, entered, go = blocked_runner()
+    worker = await world.start("m", "m-0", runner)
     sink = Sink()
-    worker.start_leg(make_leg(LegKind.LOCAL), sink)
-    await worker.stop(10.0)
+    worker.legs.start_leg(make_leg(LegKind.LOCAL), sink)
+    await asyncio.to_thread(entered.wait, 10)
+    stopping = asyncio.ensure_future(worker.stop(10.0))
+    await world.reports(lambda reports: not reports)
+    go.set()
+    await stopping
     assert sink.ends[KEY].finish_reason is FinishReason.LENGTH
 
 
@@ -265,9 +370,9 @@ async def test_a_leg_that_is_open_is_not_opened_twice(world):
     runner, _, go = blocked_runner()
     worker = await world.start("m", "m-0", runner)
     sink, stranger = Sink(), Sink()
-    worker.start_leg(make_leg(LegKind.LOCAL), sink)
-    worker.start_leg(make_leg(LegKind.LOCAL), sink)
-    worker.start_leg(make_leg(LegKind.DECODE), stranger)
+    worker.legs.start_leg(make_leg(LegKind.LOCAL), sink)
+    worker.legs.start_leg(make_leg(LegKind.LOCAL), sink)
+    worker.legs.start_leg(make_leg(LegKind.DECODE), stranger)
     assert isinstance(stranger.ends[KEY].error, InvalidRequest)
     go.set()
     assert (await sink.end_of(KEY)).finish_reason is FinishReason.LENGTH
@@ -277,26 +382,26 @@ async def test_a_leg_that_is_open_is_not_opened_twice(world):
 async def test_what_cannot_be_served_is_refused_by_name(world, monkeypatch):
     worker = await world.start("p", "p-0")
     sink = Sink()
-    worker.start_leg(make_leg(LegKind.LOCAL, "kind"), sink)
-    worker.start_leg(make_leg(LegKind.PREFILL, "empty", worker.me, prompt_ids=()), sink)
-    worker.start_leg(make_leg(LegKind.PREFILL, "self", worker.me), sink)
+    worker.legs.start_leg(make_leg(LegKind.LOCAL, "kind"), sink)
+    worker.legs.start_leg(make_leg(LegKind.PREFILL, "empty", worker.me, prompt_ids=()), sink)
+    worker.legs.start_leg(make_leg(LegKind.PREFILL, "self", worker.me), sink)
     fields = [sink.ends[make_key(r)].error.field for r in ("kind", "empty", "self")]
     assert fields == ["kind", "prompt_ids", "peer"]
-    monkeypatch.setattr(worker_module, "MAX_OPEN_LEGS", 0)
-    worker.start_leg(make_leg(LegKind.PREFILL, "full", worker.me), sink)
+    monkeypatch.setattr(worker_legs, "MAX_OPEN_LEGS", 0)
+    worker.legs.start_leg(make_leg(LegKind.PREFILL, "full", worker.me), sink)
     assert isinstance(sink.ends[make_key("full")].error, QueueFull)
-    assert worker.num_open_legs == 0
+    assert len(worker.legs) == 0
 
 
 async def test_a_grant_that_is_taken_back_ends_its_legs(world):
     worker = await world.start("d", "d-0")
     sink = Sink()
-    worker.start_leg(make_leg(LegKind.DECODE, "mine"), sink)
-    worker.start_leg(make_leg(LegKind.DECODE, "other"), sink)
+    worker.legs.start_leg(make_leg(LegKind.DECODE, "mine"), sink)
+    worker.legs.start_leg(make_leg(LegKind.DECODE, "other"), sink)
     await world.reports(lambda reports: len(reports["d-0"].held_grants) == 2)
-    worker._abort_grant("grant-mine")
+    worker.legs.abort_grant("grant-mine")
     assert set(sink.ends) == {make_key("mine")}
-    worker.abort_leg(make_key("other"), AbortCause.CANCELLED)
+    worker.legs.abort_leg(make_key("other"), AbortCause.CANCELLED)
     await world.reports(lambda reports: not reports["d-0"].held_grants)
 
 
@@ -304,7 +409,7 @@ async def test_a_deadline_passes_without_any_step(world):
     """CASES P-12: clean-up does not depend on progress elsewhere."""
     worker = await world.start("d", "d-0")
     sink = Sink()
-    worker.start_leg(make_leg(LegKind.DECODE, remaining_s=0.05), sink)
+    worker.legs.start_leg(make_leg(LegKind.DECODE, remaining_s=0.05), sink)
     assert (await sink.end_of(KEY)).error.code == "deadline_exceeded"
 
 

@@ -1,5 +1,7 @@
 """Shared by the end-to-end tests: the tiny model, and one cluster on Ray for the session."""
 
+import os
+
 import pytest
 
 from cluster.config import Role
@@ -17,6 +19,8 @@ def tiny_llama(tmp_path_factory):
 def on_ray(tiny_llama, tmp_path_factory):
     """Two prefill and two decode workers and two routers on Ray."""
     pools = {"prefill": (Role.PREFILL, 2), "decode": (Role.DECODE, 2)}
-    config = with_router_replicas(make_config(tiny_llama, pools), 2)
+    usable = sorted(os.sched_getaffinity(0))
+    cores = (usable[0], usable[-1])  # one for each worker of a pool
+    config = with_router_replicas(make_config(tiny_llama, pools, cores=cores), 2)
     with ray_cluster(config, tmp_path_factory.mktemp("on-ray")) as cluster:
         yield cluster

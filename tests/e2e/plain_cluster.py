@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import httpx
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from cluster import config as deploy_config
 from cluster.clock import SystemClock
@@ -28,6 +29,8 @@ from router.ingress import Ingress
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from cluster.control.facts import ClusterView
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -52,6 +55,48 @@ def make_config(model: Path, pools: dict[str, tuple[Role, int]], **pool_options)
         ),
         model=ModelConfig(path=str(model), name="tiny", max_model_len=1024),
         endpoints=EndpointsConfig(http_port=http, grpc_port=grpc, control_port=control),
+    )
+
+
+def wait_until(is_true, timeout_s: float, what: str) -> None:
+    """Poll a condition of another process that has no event to wait for."""
+    deadline = time.monotonic() + timeout_s
+    while not is_true():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+class Metrics(dict):
+    """What ``/metrics`` said: ``{(name, labels): value}``, labels as sorted pairs."""
+
+    def total(self, name: str, **labels: str) -> float:
+        """Sum what has this name and these labels; 0 where there is nothing."""
+        wanted = set(labels.items())
+        return sum(v for (n, has), v in self.items() if n == name and wanted <= set(has))
+
+
+def parse_metrics(text: str) -> Metrics:
+    """Read Prometheus' text format."""
+    return Metrics(
+        ((sample.name, tuple(sorted(sample.labels.items()))), sample.value)
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    )
+
+
+def view_of(cluster) -> ClusterView:
+    """What the control plane of this cluster, of whichever kind, says."""
+    return asyncio.run(get_cluster(cluster.control, timeout_s=5.0))
+
+
+def is_quiet(cluster) -> bool:
+    """CASES §0 Q: nothing runs, waits or moves on any worker, every block is free."""
+    view = view_of(cluster)
+    return view.num_waiting == view.num_granted == 0 and all(
+        w.report.num_running == w.report.num_waiting == w.report.num_transferring == 0
+        and w.report.blocks.free == w.worker.num_blocks
+        and not w.report.held_grants
+        for w in view.workers
     )
 
 
@@ -128,8 +173,17 @@ class PlainCluster:
         process.stdout.close()
         return process.pid
 
-    def view(self):
-        return asyncio.run(get_cluster(self.control, timeout_s=5.0))
+    def view(self) -> ClusterView:
+        return view_of(self)
+
+    def metrics(self) -> Metrics:
+        """Scrape the router."""
+        return parse_metrics(httpx.get(f"{self.http}/metrics").text)
+
+    def wait_quiet(self, timeout_s: float = 10) -> None:
+        """Wait for Q; also of the router, which counts what it has not answered yet."""
+        wait_until(lambda: is_quiet(self), timeout_s, "work goes on after its client has left")
+        assert self.metrics().total("pdserve_requests_in_flight") == 0
 
     async def _serve(self) -> None:
         endpoints = self.config.endpoints
@@ -158,19 +212,34 @@ class PlainCluster:
 
 
 @contextlib.contextmanager
+def running(config: DeployConfig, model: Path, folder: Path) -> Iterator[PlainCluster]:
+    """Run a cluster for the time of a ``with``."""
+    cluster = PlainCluster(config, model, folder)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@contextlib.contextmanager
 def plain_cluster(
     model: Path,
     folder: Path,
     pools: dict[str, tuple[Role, int]],
     **pool_options,
 ) -> Iterator[PlainCluster]:
-    """Run a cluster for the time of a ``with``."""
-    cluster = PlainCluster(make_config(model, pools, **pool_options), model, folder)
-    try:
-        cluster.start()
+    """Run a cluster whose pools have the same options for the time of a ``with``."""
+    with running(make_config(model, pools, **pool_options), model, folder) as cluster:
         yield cluster
-    finally:
-        cluster.stop()
+
+
+def with_pool(config: DeployConfig, name: str, **options) -> DeployConfig:
+    """The same config with other options of one pool."""
+    pools = tuple(
+        dataclasses.replace(pool, **options) if pool.name == name else pool for pool in config.pools
+    )
+    return dataclasses.replace(config, pools=pools)
 
 
 def with_router_replicas(config: DeployConfig, replicas: int) -> DeployConfig:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import time
 
@@ -167,7 +168,7 @@ BAD_COMPLETIONS = [
     ],
 )
 def test_bad_input_gets_an_openai_error(path, content, status, param, on_ray):
-    """CASES P-10 through Serve's proxy."""
+    """CASES P-10 at the HTTP door."""
     answer = httpx.post(
         f"{on_ray.http}{path}", content=content, headers={"content-type": "application/json"}
     )
@@ -186,17 +187,26 @@ def test_ready_live_models_metrics(on_ray):
     assert "pdserve_" in httpx.get(f"{on_ray.http}/metrics").text
 
 
-def test_health_and_reflection(on_ray):
-    for address in (on_ray.grpc, on_ray.control):
-        with grpc.insecure_channel(address) as channel:
-            health = health_pb2_grpc.HealthStub(channel)
-            answer = health.Check(health_pb2.HealthCheckRequest(service=""), timeout=5)
+@pytest.mark.parametrize(
+    ("door", "service"),
+    [("grpc", "pdserve.v1.Inference"), ("control", "pdserve.control.v1.Control")],
+)
+def test_health_and_reflection(door, service, on_ray):
+    """Each door tells its own service, by name, and nothing of the other's."""
+    with grpc.insecure_channel(getattr(on_ray, door)) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for name in ("", service):
+            answer = health.Check(health_pb2.HealthCheckRequest(service=name), timeout=5)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
-            reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
-            ask = reflection_pb2.ServerReflectionRequest(list_services="")
-            (listed,) = reflection.ServerReflectionInfo(iter([ask]), timeout=5)
-            names = {service.name for service in listed.list_services_response.service}
-            assert names & {"pdserve.v1.Inference", "pdserve.control.v1.Control"}
+        reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
+        ask = reflection_pb2.ServerReflectionRequest(list_services="")
+        (listed,) = reflection.ServerReflectionInfo(iter([ask]), timeout=5)
+        names = {each.name for each in listed.list_services_response.service}
+        assert {name for name in names if name.startswith("pdserve.")} == {service}
+        assert names - {service} == {
+            "grpc.health.v1.Health",
+            "grpc.reflection.v1alpha.ServerReflection",
+        }
 
 
 def test_status_and_generate_commands(on_ray):
@@ -224,11 +234,17 @@ def test_second_cluster_is_refused(on_ray):
     assert (taken.returncode, str(on_ray.config.endpoints.http_port) in taken.stderr) == (1, True)
 
 
-def test_processes_pin_and_name_their_workers(on_ray):
-    """Each worker is a process of its own."""
-    pids = {w.worker.pid for w in view_of(on_ray).workers}
-    assert len(pids) == 4
-    assert all(psutil.pid_exists(pid) for pid in pids)
+def test_workers_are_pinned_to_their_pools_cores(on_ray):
+    """Each worker is a process of its own, and all its threads stay on the core of its place."""
+    workers = [w.worker for w in view_of(on_ray).workers]
+    assert len({worker.pid for worker in workers}) == 4
+    for worker in workers:
+        core = on_ray.config.pool(worker.pool).cores[int(worker.worker_id.rpartition("-")[2])]
+        threads = psutil.Process(worker.pid).threads()
+        assert len(threads) > 1
+        assert {frozenset(os.sched_getaffinity(thread.id)) for thread in threads} == {
+            frozenset({core})
+        }, worker.worker_id
 
 
 def test_one_process_proves_itself_and_ends(tiny_llama):

@@ -106,7 +106,7 @@ class Receiver:
 
         await link.recv_import(manifest, scatter)
         say(f"imported {manifest.handoff_id} {digest(blocks)}")
-        await link.signal(Commit(handoff_id=manifest.handoff_id))
+        link.signal(Commit(handoff_id=manifest.handoff_id))
 
 
 def say(line: str) -> None:

@@ -15,6 +15,7 @@ from cluster.handoff import AbortCause, ManifestBytes
 from cluster.kv.block_pool import BlockPool
 from cluster.kv.layout import KVLayout
 from cluster.request import Leg, LegKind, Peer
+from cluster.rpc.errands import Errands
 from cluster.transport.base import PeerLost
 from decode_worker.inbox import Inbox
 from decode_worker.streams import DecodeHalf
@@ -39,6 +40,17 @@ DEADLINE_S = 60.0
 NUM_PROMPT_TOKENS = 19
 MAX_TOKENS = 6
 CHUNK = 8
+
+
+class FakeStaging(list):
+    """A list of blocks; sliced by their bytes, as a tensor is."""
+
+    def __getitem__(self, where):
+        start, rest = divmod(where.start, LAYOUT.block_bytes)
+        assert rest == 0
+        stop, rest = divmod(where.stop, LAYOUT.block_bytes)
+        assert rest == 0
+        return FakeStaging(list(self)[start:stop])
 
 
 class FakeCache:
@@ -137,14 +149,14 @@ class FakeLink:
         self.is_open = True
         self.lost = asyncio.Event()
 
-    async def signal(self, message) -> None:
+    def signal(self, message) -> None:
         if not self.is_open:
             raise PeerLost("link lost")
         self.other.incoming.append(message)
 
     async def send_export(self, manifest, export, timeout_s=None) -> None:
-        await self.signal(ManifestBytes(payload=manifest.pack()))
-        staging: list = []
+        self.signal(ManifestBytes(payload=manifest.pack()))
+        staging = FakeStaging()
         if self.wire.holds_bytes:
             await self._wait(self.wire.released.wait())
         export(0, manifest.num_blocks, staging)
@@ -227,14 +239,17 @@ class Pair:
         self.p_engine = FakeEngine(self.p_pool, p_runner, self.clock)
         self.d_engine = FakeEngine(self.d_pool, d_runner, self.clock)
         self.dialer = FakeDialer()
-        common = {"layout": LAYOUT, "clock": self.clock, "lease_s": LEASE_S}
+        self.faults: list[BaseException] = []
+        errands = Errands(
+            call_soon=asyncio.get_running_loop().call_soon, on_failure=self.faults.append
+        )
+        common = {"layout": LAYOUT, "clock": self.clock, "lease_s": LEASE_S, "errands": errands}
         outbox = Outbox(
             pool=self.p_pool, cache=FakeCache(p_runner), make_dialer=lambda _: self.dialer, **common
         )
         inbox = Inbox(
             pool=self.d_pool,
             cache=FakeCache(d_runner),
-            call_soon=asyncio.get_running_loop().call_soon,
             **common,
         )
         self.prefill = PrefillHalf(
@@ -329,6 +344,7 @@ class Pair:
         assert len(self.prefill.book) == len(self.decode.book) == 0
         assert len(self.prefill.outbox) == len(self.decode.inbox) == 0
         assert self.decode.inbox.num_waiting == 0
+        assert self.faults == []
         for pool in (self.p_pool, self.d_pool):
             pool.check()
             assert pool.num_free == pool.num_blocks, pool.counts()

@@ -351,3 +351,77 @@ async def test_a_storm_of_aborts_leaves_room_for_the_next():
     await pair.run_dry()
     assert pair.d_sink.output(make_key("probe")) == expected_tokens("probe", MAX_TOKENS)
     pair.assert_idle()
+
+
+async def test_waiting_for_its_turn_is_neither_lease_nor_cost():
+    """Behind other exports on its link nothing moves: the lease begins with its own bytes."""
+    pair = Pair()
+    await bytes_on_their_way(pair)
+    pair.pass_time(LEASE_S + 1)
+    assert not pair.p_sink.ends
+    pair.wire.hold = {Commit}
+    pair.wire.released.set()
+    while not pair.wire.sender.incoming:
+        await pair.settle()
+    pair.clock.advance(0.25)
+    pair.wire.let_go()
+    await pair.run_dry()
+    assert pair.p_sink.ends[KEY].error is None
+    assert pair.p_sink.ends[KEY].times.transfer_s == LEASE_S + 1.25
+    (transfer,) = pair.prefill.outbox.take_transfers()
+    assert transfer.seconds == 0.25
+    pair.assert_idle()
+
+
+async def test_an_export_whose_manifest_does_not_leave_is_told_to_the_receiver(monkeypatch):
+    """It has credited, and would wait for bytes until its deadline."""
+    pair = Pair()
+
+    async def refuse(manifest, export, timeout_s=None) -> None:
+        raise HandoffFailed("manifest.layout: not this one")
+
+    monkeypatch.setattr(pair.wire.sender, "send_export", refuse)
+    pair.start()
+    await pair.prefill_all()
+    assert isinstance(pair.p_sink.ends[KEY].error, HandoffFailed)
+    assert isinstance(pair.d_sink.ends[KEY].error, HandoffFailed)
+    assert pair.d_pool.counts().importing == 0
+    assert pair.wire.sender.is_open
+    pair.assert_idle()
+
+
+async def test_no_manifest_follows_an_abort():
+    """Given up between the credit and the first turn of its sending task."""
+    pair = Pair()
+    pair.wire.hold = {Credit}
+    pair.start()
+    await pair.prefill_all()
+    (credit,) = pair.wire.sender.incoming
+    pair.wire.sender.incoming.clear()
+    pair.wire.hold = {ManifestBytes}
+    pair.prefill.outbox.on_signal(pair.wire.sender, credit)
+    abort_prefill(pair)
+    await pair.settle()
+    assert not pair.wire.receiver.incoming
+    assert isinstance(pair.d_sink.ends[KEY].error, Cancelled)
+    await pair.run_dry()
+    pair.assert_idle()
+
+
+async def test_what_nobody_waits_for_ends_in_the_workers_fault(monkeypatch, caplog):
+    """A bug in a task, or on a link's loss, must not leave legs waiting in silence."""
+    pair = Pair()
+
+    async def fail(*_, **__) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(pair.wire.sender, "send_export", fail)
+    pair.start()
+    await pair.prefill_all()
+    assert [type(error) for error in pair.faults] == [ZeroDivisionError]
+    monkeypatch.setattr(pair.decode.inbox, "_end", lambda *_, **__: 1 / 0)
+    cut_link(pair)
+    await pair.settle()
+    assert [type(error) for error in pair.faults] == [ZeroDivisionError] * 2
+    assert "an errand failed" in caplog.text
+    caplog.clear()

@@ -8,6 +8,7 @@ from cluster.errors import HandoffFailed, InvalidRequest
 from cluster.handoff import AbortCause, AbortHandoff, Commit, Credit, ManifestBytes, Offer
 from cluster.request import LegKind
 from cluster.transport.manifest import Manifest
+from decode_worker.inbox import REMEMBERED_S
 from tests.factories import expected_tokens, make_key
 from tests.lifecycle.pair import LAYOUT, LEASE_S, MAX_TOKENS, NUM_PROMPT_TOKENS, Pair
 
@@ -200,6 +201,66 @@ async def test_blocks_are_given_in_the_order_of_the_offers():
         output = pair.d_sink.output(make_key(request_id))
         assert output == expected_tokens(request_id, MAX_TOKENS)
     pair.assert_idle()
+
+
+async def leave_by_abort(pair: Pair):
+    pair.decode.abort_leg(make_key("head"), AbortCause.CANCELLED)
+
+
+async def leave_by_the_senders_abort(pair: Pair):
+    pair.prefill.abort_leg(make_key("head"), AbortCause.CANCELLED)
+
+
+async def leave_by_deadline(pair: Pair):
+    pair.pass_time(6.0)
+
+
+async def leave_by_link_loss(pair: Pair):
+    pair.first_wire.cut()
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [leave_by_abort, leave_by_the_senders_abort, leave_by_deadline, leave_by_link_loss],
+    ids=lambda leave: leave.__name__,
+)
+async def test_those_behind_a_head_that_leaves_get_their_blocks(leave):
+    """CASES P-16: it held no blocks, so nothing is freed that could wake them."""
+    pair = Pair(d_blocks=11)
+    pair.d_pool.allocate(6, "another")
+    pair.start("head", num_prompt_tokens=24, remaining_s=5.0)
+    await pair.step_prefill()
+    pair.first_wire = pair.wire
+    if leave is leave_by_link_loss:
+        pair.new_wire()
+    pair.start("behind", num_prompt_tokens=12)
+    await pair.prefill_all()
+    assert pair.decode.inbox.num_waiting == 2
+    assert pair.d_pool.counts().importing == 0
+    await leave(pair)
+    await pair.run_dry()
+    assert pair.d_sink.output(make_key("behind")) == expected_tokens("behind", MAX_TOKENS)
+    pair.d_pool.release("another")
+    await pair.run_dry()
+    pair.assert_idle()
+
+
+async def test_a_handoff_that_is_told_over_again_is_remembered_anew():
+    pair = Pair()
+
+    def over(handoff_id: str) -> None:
+        abort = AbortHandoff(handoff_id=handoff_id, cause=AbortCause.FAULT)
+        pair.decode.inbox.on_signal(pair.wire.receiver, abort)
+
+    over("handoff-a")
+    pair.pass_time(1.0)
+    over("handoff-b")
+    pair.pass_time(REMEMBERED_S - 2.0)
+    over("handoff-a")
+    pair.pass_time(2.5)
+    assert list(pair.decode.inbox._over) == ["handoff-a"]
+    pair.pass_time(REMEMBERED_S)
+    assert not pair.decode.inbox._over
 
 
 async def test_preempted_sequences_go_before_new_reservations():

@@ -10,7 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from cluster.clock import SystemClock
-from cluster.config import LimitsConfig, Role
+from cluster.config import LimitsConfig, PoolConfig, Role
+from cluster.control.capacity import Capacity
 from cluster.control.facts import (
     BlockCounts,
     ClusterView,
@@ -43,6 +44,12 @@ TEMPLATE = (
 )
 MODEL = ServedModel(
     name="tiny", max_model_len=64, vocab_size=VOCAB_SIZE, eos_ids=frozenset({EOS_ID}), created=7
+)
+
+
+POOLS = (
+    PoolConfig(name="prefill", role=Role.PREFILL, kv_tokens=128),
+    PoolConfig(name="decode", role=Role.DECODE, kv_tokens=128),
 )
 
 
@@ -274,18 +281,22 @@ def make_router(
     limits: LimitsConfig | None = None,
     template: str | None = TEMPLATE,
     model: ServedModel = MODEL,
+    pools: tuple[PoolConfig, ...] = POOLS,
+    max_open_calls: int = 100,
 ) -> Service:
     dispatcher = Dispatcher(
         route=lambda events: cluster.route,
         workers=Workers(cluster.connect),
         clock=SystemClock(),
-        metrics=RouterMetrics(),
+        metrics=RouterMetrics("r0"),
     )
     return Service(
         model=model,
         limits=limits or LimitsConfig(max_body_bytes=20_000),
         codec=make_codec(template),
         dispatcher=dispatcher,
+        capacity=Capacity.of(pools, max_model_len=model.max_model_len),
+        max_open_calls=max_open_calls,
     )
 
 
@@ -319,12 +330,13 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def metric(service: Service, name: str) -> float:
-    """Return the sum of a metric over its labels."""
+    """Return the sum of a metric over its labels; ``name{a="b"}`` of those with that label."""
     lines = service.metrics.text().decode().splitlines()
+    name, _, label = name.rstrip("}").partition("{")
     return sum(
         float(line.rsplit(" ", 1)[1])
         for line in lines
-        if line.startswith((f"{name} ", f"{name}{{"))
+        if line.startswith((f"{name} ", f"{name}{{")) and label in line
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import threading
 
 import httpx
 import openai
@@ -190,12 +191,14 @@ async def test_an_error_before_the_first_event_has_its_status(http, cluster, ser
     assert_conserved(service)
 
 
-async def test_an_error_after_the_first_byte_is_an_event_and_no_done(http, cluster, service):
+async def test_an_error_after_the_first_byte_is_an_event_and_no_done(
+    http, cluster, service, caplog
+):
     def script(worker, leg):
         if worker.peer.worker_id == "p0":
             worker.say(A, ends=True)
         else:
-            worker.say(error=HandoffFailed("broken", worker_id="d0"))
+            worker.say(error=HandoffFailed("ipv4:127.0.0.1:5 refused it", worker_id="d0"))
 
     cluster.script = script
     body = {"prompt": "hi", "stream": True}
@@ -206,6 +209,8 @@ async def test_an_error_after_the_first_byte_is_an_event_and_no_done(http, clust
     name, error = events[-1]
     assert (name, error["error"]["code"]) == ("error", "handoff_failed")
     assert "d0" not in json.dumps(error)
+    assert "127.0.0.1" not in json.dumps(error)
+    assert "127.0.0.1:5 refused it" in caplog.text
     assert ("message", "[DONE]") not in events
     await until(lambda: metric(service, "pdserve_requests_in_flight") == 0)
     assert_conserved(service)
@@ -327,6 +332,45 @@ async def test_a_client_that_leaves_stops_the_work(http, cluster, service, strea
     assert_conserved(service)
 
 
+async def test_a_client_that_leaves_while_its_prompt_is_tokenised(http, service, monkeypatch):
+    """P-11: the first phase of all."""
+    tokenising, going_on = threading.Event(), threading.Event()
+
+    def encode(self, text):
+        tokenising.set()
+        going_on.wait(10)
+        return (1,)
+
+    monkeypatch.setattr("router.text.TextCodec.encode", encode)
+    url = http.base_url
+    _, writer = await asyncio.open_connection(url.host, url.port)
+    body = b'{"prompt": "hi"}'
+    head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + head.encode() + body)
+    await until(tokenising.is_set)
+    writer.close()
+    name = 'pdserve_requests_aborted_total{phase="edge"}'
+    await until(lambda: metric(service, name) == 1)
+    going_on.set()
+    assert_conserved(service)
+
+
+async def test_a_full_edge_refuses_before_the_body_is_read(http, service):
+    """S-10: the body never comes, the answer does."""
+    service.max_open_calls = 0
+    url = http.base_url
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"content-length: 9999\r\n\r\n"
+    )
+    answer = (await reader.readuntil(b"\r\n\r\n")).lower()
+    assert b" 429 " in answer
+    assert b"retry-after: " in answer
+    writer.close()
+    assert_conserved(service)
+
+
 async def test_a_stream_that_another_call_cancels_says_so(http, cluster, service):
     body = {"prompt": "hi", "stream": True}
     cluster.script = lambda worker, leg: worker.say(A) if worker.peer.worker_id == "p0" else None
@@ -368,10 +412,13 @@ async def test_metrics_show_the_router_and_the_cluster(http, cluster):
     await http.post("/v1/completions", json={"prompt": "hi"})
     text = (await http.get("/metrics")).text
     for line in (
-        "pdserve_requests_received_total 1.0",
-        'pdserve_requests_success_total{reason="stop"} 1.0',
-        "pdserve_prompt_tokens_total 2.0",
-        "pdserve_generated_tokens_total 2.0",
+        'pdserve_requests_received_total{router="r0"} 1.0',
+        'pdserve_requests_success_total{reason="stop",router="r0"} 1.0',
+        'pdserve_prompt_tokens_total{router="r0"} 2.0',
+        'pdserve_generated_tokens_total{router="r0"} 2.0',
+        'pdserve_requests_in_flight{router="r0"} 0.0',
+        'pdserve_first_token_seconds_count{router="r0"} 1.0',
+        'pdserve_first_token_seconds_bucket{le="+Inf",router="r0"} 1.0',
         'pdserve_worker_blocks{pool="prefill",role="prefill",state="free",worker="p0"} 8.0',
         'pdserve_worker_running{pool="decode",role="decode",worker="d0"} 2.0',
         'pdserve_worker_prefill_tokens_total{pool="decode",role="decode",worker="d0"} 5.0',

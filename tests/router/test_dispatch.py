@@ -161,7 +161,28 @@ async def test_stop_string_ends_both_legs_and_hides_what_matched():
     assert finish.num_output_tokens == 3
     await until(lambda: prefill.aborts and decode.aborts)
     assert {cause for _, cause in prefill.aborts + decode.aborts} == {AbortCause.STOPPED}
-    decode.say(D, start=4)
+    # P-29: one surplus token came beside the match, two cross the abort, one of them twice.
+    assert metric(service, "pdserve_wasted_tokens_total") == 1
+    decode.say(D, D, start=4)
+    decode.say(D, start=5, ends=True)
+    decode.say(D, start=6)
+    assert metric(service, "pdserve_wasted_tokens_total") == 3
+    assert metric(service, "pdserve_generated_tokens_total") == 3
+    await finished(service, cluster)
+
+
+async def test_surplus_tokens_of_one_batch_are_wasted_in_whatever_order():
+    """P-29: token 1 completes the stop string and sets free two that came before it."""
+    cluster = FakeCluster()
+    service = make_router(cluster)
+    generation = await start(cluster, service, max_tokens=9, stop=["b"])
+    _, decode = await cluster.started("p0", "d0")
+    decode.say(A)
+    decode.say(C, D, start=2)
+    decode.say(B, start=1)
+    _, ids, _ = await read(generation)
+    assert ids == [A, B]
+    assert metric(service, "pdserve_wasted_tokens_total") == 2
     await finished(service, cluster)
 
 
@@ -278,6 +299,22 @@ async def test_stopping_the_router_ends_and_gives_back_everything():
     await service.stop()
 
 
+@pytest.mark.parametrize("stuck", ["abort_leg", "close"])
+async def test_a_worker_that_takes_nothing_does_not_keep_the_router(stuck, monkeypatch):
+    async def never(self, *args):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(fakes.FakeWorker, stuck, never)
+    monkeypatch.setattr("router.legs.CLOSE_GRACE_S", 0.02)
+    cluster = FakeCluster()
+    service = make_router(cluster)
+    await start(cluster, service)
+    await cluster.started("p0", "d0")
+    async with asyncio.timeout(5):
+        await service.stop()
+    await finished(service, cluster)
+
+
 # ---- deadlines
 
 
@@ -321,6 +358,21 @@ async def test_a_worker_lost_before_the_first_token_is_survived_elsewhere():
     text, _, finish = await read(generation)
     assert (text, finish.timeline.num_attempts) == ("ab", 2)
     assert cluster.route.dones == [("g0", 0), ("g1", 2)]
+    await finished(service, cluster)
+
+
+@pytest.mark.parametrize(("named", "avoided"), [("d0", "d0.1"), ("p0", "p0.1"), ("x9", "p0.1")])
+async def test_a_prefill_leg_that_tells_of_its_peers_loss_makes_the_peer_avoided(named, avoided):
+    """The prefill worker lives, but can't reach its decode worker."""
+    cluster = FakeCluster()
+    cluster.route.pairs = [("p0", "d0"), ("p0.2", "d0.2")]
+    service = make_router(cluster)
+    generation = await start(cluster, service, max_tokens=1)
+    prefill, _ = await cluster.started("p0", "d0")
+    prefill.say(error=WorkerLost("cannot be reached", worker_id=named))
+    await until(lambda: len(cluster.route.wants) == 2)
+    assert cluster.route.wants[1].avoid == (avoided,)
+    generation.cancel()
     await finished(service, cluster)
 
 

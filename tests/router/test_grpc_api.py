@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
+import sys
+from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from cluster import errors
+from cluster.config import Role
 from cluster.handoff import AbortCause
 from cluster.wire import public_v1_pb2 as pb
 from cluster.wire import public_v1_pb2_grpc as pb_grpc
-from router.grpc_api import GrpcDoor
+from router.grpc_api import GrpcCaps, GrpcDoor
 from tests.router.fakes import (
     EOS_ID,
     FakeCluster,
     assert_conserved,
     make_router,
+    make_view,
+    make_worker,
     metric,
     speaks,
     until,
 )
 
 A, B, C = b"abc"
+REPO = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -88,10 +97,14 @@ async def test_timeline_only_when_asked(stub, cluster):
 
 @pytest.mark.parametrize("error_type", errors.BY_CODE.values())
 async def test_each_error_has_its_status_and_nothing_of_the_inside(stub, cluster, error_type):
-    cluster.route.error = error_type("what went wrong", worker_id="p0", retry_after_s=2.5)
+    cluster.route.error = error_type(
+        "p0 at ipv4:127.0.0.1:5 is gone", worker_id="p0", retry_after_s=2.5
+    )
     error = await failure_of(stub.Generate(pb.GenerateRequest(prompt="hi")))
     assert error.code() is grpc.StatusCode[error_type.grpc_code]
-    assert error.details() == "what went wrong"
+    is_mistake = error_type.http_status in (400, 404, 413)
+    assert (error.details() == "p0 at ipv4:127.0.0.1:5 is gone") is is_mistake
+    assert is_mistake or "p0" not in error.details()
     trailing = dict(error.trailing_metadata())
     assert trailing["pdserve-code"] == error_type.code
     assert trailing["retry-after"] == "3"
@@ -181,6 +194,130 @@ async def test_health_and_reflection_tell_what_is_served(channel):
     names = {service.name for service in answer.list_services_response.service}
     assert "pdserve.v1.Inference" in names
     call.cancel()
+
+
+@contextlib.asynccontextmanager
+async def served(service, **caps):
+    """Yield a door's port, with caps of the test's own."""
+    door = GrpcDoor(service, host="127.0.0.1", port=0, caps=GrpcCaps(**caps))
+    port = await door.start()
+    try:
+        yield port
+    finally:
+        await door.stop()
+        await service.stop()
+
+
+async def test_health_follows_readiness(cluster, service):
+    """P-26: as /health/ready, and back again."""
+    status = health_pb2.HealthCheckResponse
+    lone = make_view(make_worker("p0", Role.PREFILL))
+    cluster.route.view = None
+    async with (
+        served(service, health_beat_s=0.01) as port,
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        stub = health_pb2_grpc.HealthStub(channel)
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service="pdserve.v1.Inference"))
+        assert (await watch.read()).status == status.NOT_SERVING
+        for view, expected in (
+            (make_view(), status.SERVING),
+            (lone, status.NOT_SERVING),
+            (make_view(), status.SERVING),
+        ):
+            cluster.route.view = view
+            assert (await watch.read()).status == expected
+            answer = await stub.Check(health_pb2.HealthCheckRequest())
+            assert answer.status == expected
+        watch.cancel()
+
+
+async def test_a_bug_is_a_fault_of_ours_and_names_nothing(stub, service, monkeypatch, caplog):
+    def explode(self, *args, **kwargs):
+        raise RuntimeError("inside")
+
+    monkeypatch.setattr("router.text.TextCodec.encode", explode)
+    error = await failure_of(stub.Generate(pb.GenerateRequest(prompt="hi")))
+    assert error.code() is grpc.StatusCode.INTERNAL
+    assert error.details() == "an internal error (stage: edge)"
+    monkeypatch.setattr("router.service.Service.cancel", explode)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Cancel(pb.CancelRequest(request_id="r"))
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    assert "RuntimeError" not in caught.value.details()
+    assert "inside" in caplog.text
+    assert metric(service, 'pdserve_requests_failed_total{code="engine_fault"}') == 1
+    assert_conserved(service)
+
+
+async def test_a_full_edge_refuses(stub, service):
+    service.max_open_calls = 0
+    error = await failure_of(stub.Generate(pb.GenerateRequest(prompt="hi")))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert dict(error.trailing_metadata())["retry-after"]
+    assert_conserved(service)
+
+
+STOPPED_CLIENT = """
+import os, signal, sys
+import grpc
+from cluster.wire import public_v1_pb2 as pb
+from cluster.wire import public_v1_pb2_grpc as pb_grpc
+channel = grpc.insecure_channel(sys.argv[1])
+call = pb_grpc.InferenceStub(channel).Generate(pb.GenerateRequest(prompt="hi"))
+call.initial_metadata()
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+async def test_a_client_that_is_stopped_is_found(service, cluster):
+    """P-28: its connection stays open and says nothing; pings find that out."""
+    async with served(service, keepalive_s=1.0, ping_timeout_s=0.5) as port:
+        client = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", STOPPED_CLIENT, f"127.0.0.1:{port}", cwd=REPO
+        )
+        try:
+            await cluster.started("p0", "d0")
+            async with asyncio.timeout(20):
+                await until(lambda: metric(service, "pdserve_requests_in_flight") == 0)
+        finally:
+            client.kill()
+            await client.wait()
+    assert metric(service, "pdserve_requests_aborted_total") == 1
+    assert_conserved(service)
+
+
+def num_connections(port):
+    """Connections that the server's end of this port holds."""
+    connections = psutil.Process().net_connections("tcp")
+    return sum(c.laddr.port == port and c.status == "ESTABLISHED" for c in connections)
+
+
+async def test_a_client_that_does_not_read_is_let_go(service, cluster, monkeypatch, caplog):
+    """P-28, S-14: its handler ends after its deadline, its connection when that is too old."""
+    monkeypatch.setattr(
+        "router.grpc_api._delta",
+        lambda request_id, event: pb.GenerateResponse(text="x" * 1_000_000),
+    )
+    cluster.script = lambda worker, leg: (
+        worker.say(*range(40)) if leg.kind.value == "decode" else None
+    )
+    service.limits = dataclasses.replace(service.limits, max_deadline_s=0.5)
+    options = (("grpc.http2.lookahead_bytes", 1 << 16), ("grpc.http2.bdp_probe", 0))
+    async with served(service, write_grace_s=0.1, connection_age_s=1.0) as port:
+        channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options)
+        call = pb_grpc.InferenceStub(channel).Generate(
+            pb.GenerateRequest(prompt="hi", timeout_s=0.3)
+        )
+        await until(lambda: "reads too slowly" in caplog.text)
+        await until(lambda: metric(service, "pdserve_requests_in_flight") == 0)
+        # The stream itself can't be reset; it goes with its connection.
+        assert num_connections(port) > 0
+        async with asyncio.timeout(10):
+            await until(lambda: num_connections(port) == 0)
+        call.cancel()
+        await channel.close()
+    assert_conserved(service)
 
 
 async def test_replicas_share_a_port_and_a_taken_one_is_named(service):

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 
-from cluster.config import Role
-from cluster.errors import InvalidRequest, NoWorker, PdserveError, QueueFull
+from cluster.config import DeployConfig, ModelConfig, PoolConfig, Role, from_tree, to_tree
+from cluster.control.planner import Planner
+from cluster.control.settings import ControlSettings
+from cluster.errors import EngineFault, InvalidRequest, NoWorker, PdserveError, QueueFull
 from cluster.request import FinishReason
 from router.given import GenerateInput
+from tests.cluster.control.factory import (
+    grants,
+    make_registration,
+    make_report,
+    make_want,
+    rejects,
+)
 from tests.router.fakes import (
     FakeCluster,
     assert_conserved,
@@ -23,9 +33,9 @@ from tests.router.fakes import (
 
 
 def make_pair(prefill_blocks, decode_blocks):
-    return make_view(
-        make_worker("p0", Role.PREFILL, num_blocks=prefill_blocks),
-        make_worker("d0", Role.DECODE, num_blocks=decode_blocks),
+    return (
+        PoolConfig(name="prefill", role=Role.PREFILL, kv_tokens=16 * prefill_blocks),
+        PoolConfig(name="decode", role=Role.DECODE, kv_tokens=16 * decode_blocks),
     )
 
 
@@ -85,14 +95,14 @@ async def test_values_reach_the_workers_in_one_form(given, name, expected):
     [
         # 2 blocks are 32 tokens of KV; the last token needs none.
         ((4, 2), {"max_tokens": 33 - 5 + 1}, "max_tokens"),
-        ((4, 2), {"prompt": "x" * 33}, "prompt"),
+        ((4, 2), {"prompt": "x" * 33, "max_tokens": 2}, "max_tokens"),
+        ((4, 2), {"prompt": "x" * 64}, "prompt"),
         ((2, 4), {"prompt": "x" * 33, "max_tokens": 1}, "prompt"),
     ],
 )
 async def test_what_no_pool_can_hold_is_refused_before_any_work(blocks, given, field):
     cluster = FakeCluster()
-    cluster.route.view = make_pair(*blocks)
-    service = make_router(cluster)
+    service = make_router(cluster, pools=make_pair(*blocks))
     error = await refusal(service, **given)
     assert isinstance(error, InvalidRequest)
     assert error.field == field
@@ -101,11 +111,111 @@ async def test_what_no_pool_can_hold_is_refused_before_any_work(blocks, given, f
 
 async def test_what_just_fits_is_taken():
     cluster = FakeCluster()
-    cluster.route.view = make_pair(2, 2)
-    service = make_router(cluster)
+    service = make_router(cluster, pools=make_pair(2, 2))
     assert (await leg_of(cluster, service)).params.max_tokens == 33 - 5
     await leg_of(cluster, service, prompt="x" * 32, max_tokens=1)
     await service.stop()
+
+
+CAPACITIES = {
+    "small pairs": make_pair(2, 2),
+    "small prefill": make_pair(2, 3),
+    "small decode": make_pair(3, 2),
+    "mixed": (PoolConfig(name="both", role=Role.MIXED, kv_tokens=32),),
+    "mixed beside pairs": (
+        *make_pair(2, 2),
+        PoolConfig(name="both", role=Role.MIXED, kv_tokens=48),
+    ),
+    "mixed for decode": (
+        make_pair(2, 2)[0],
+        PoolConfig(name="both", role=Role.MIXED, kv_tokens=48),
+    ),
+    "all of the context": make_pair(8, 8),
+}
+
+
+@pytest.mark.parametrize("pools", CAPACITIES)
+async def test_router_and_planner_give_the_same_verdict(pools):
+    """What the router lets through is granted, and what is one token more is not by either."""
+    config = from_tree(
+        to_tree(DeployConfig(pools=CAPACITIES[pools], model=ModelConfig(max_model_len=64)))
+    )
+
+    def verdict(want):
+        planner = Planner(config, term=1, settings=ControlSettings(reconcile_s=0.0), now=0.0)
+        planner.router_joined("a", "a-1", 0.0)
+        for pool in config.pools:
+            registration = make_registration(pool, max_model_len=64)
+            planner.register(registration, 0.0)
+            report = make_report(registration)
+            planner.report(registration.worker_id, registration.incarnation, report, 0.0)
+        return planner.want("a", want, 0.0)
+
+    cluster = FakeCluster()
+    cluster.route.default_pair = None
+    service = make_router(cluster, pools=config.pools)
+    for num_prompt_tokens in (1, 16, 31, 32, 33, 47, 48, 49, 63, 64):
+        for max_tokens in (None, 1, 2, 17, 33):
+            given = GenerateInput(prompt="x" * num_prompt_tokens, max_tokens=max_tokens)
+            cluster.route.wanted.clear()
+            try:
+                await service.generate(given)
+            except InvalidRequest:
+                want = make_want(num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens or 1)
+                assert len(rejects(verdict(want))) == 1, given
+            else:
+                await cluster.route.wanted.wait()
+                want = cluster.route.wants[-1]
+                assert len(grants(verdict(want))) == 1, want
+                if max_tokens is None:
+                    more = replace(want, max_tokens=want.max_tokens + 1)
+                    assert len(rejects(verdict(more))) == 1, more
+    await service.stop()
+
+
+async def test_a_prompt_for_a_worker_that_restarts_is_no_mistake():
+    """The large decode worker is away: the planner says 503 then, the router not 400."""
+    small, big = PoolConfig(name="small", role=Role.DECODE, kv_tokens=16), make_pair(4, 4)
+    cluster = FakeCluster()
+    cluster.route.view = make_view(
+        make_worker("p0", Role.PREFILL), make_worker("d0", Role.DECODE, num_blocks=1)
+    )
+    cluster.route.error = NoWorker("no decode worker is ready", retry_after_s=2.0)
+    service = make_router(cluster, pools=(*big, small))
+    generation = await service.generate(GenerateInput(prompt="x" * 40, max_tokens=8))
+    with pytest.raises(NoWorker):
+        await generation.next()
+
+
+async def test_a_full_edge_refuses_before_anything_is_read():
+    """S-10, P-25: calls that are still being read and requests that run count together."""
+    cluster = FakeCluster()
+    service = make_router(cluster, max_open_calls=2)
+    generation = await service.generate(GenerateInput(prompt="hello"))
+    with service.admission():
+        with pytest.raises(QueueFull) as caught, service.admission():
+            raise AssertionError("read")
+        assert caught.value.retry_after_s == 2.0
+    with service.admission():
+        pass
+    generation.cancel()
+    await until(lambda: service.dispatcher.num_open == 0)
+    assert metric(service, "pdserve_requests_rejected_total") == 1
+    assert_conserved(service)
+    await service.stop()
+
+
+async def test_a_bug_at_the_edge_is_a_fault_of_ours_and_counted(monkeypatch, caplog):
+    def explode(self, text):
+        raise RuntimeError("inside")
+
+    monkeypatch.setattr("router.text.TextCodec.encode", explode)
+    service = make_router(FakeCluster())
+    error = await refusal(service)
+    assert isinstance(error, EngineFault)
+    assert "inside" not in error.message
+    assert "inside" in caplog.text
+    assert metric(service, "pdserve_requests_failed_total") == 1
 
 
 async def test_overload_is_refused_before_tokenising(monkeypatch):

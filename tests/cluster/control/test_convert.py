@@ -13,6 +13,7 @@ REPORT = make_report(
     REGISTRATION,
     "g1",
     "g2",
+    unreserved_grants=("g2",),
     transfers=(facts.TransferSample(peer_worker_id="d", num_bytes=3, seconds=0.5),),
     counters={"tokens_total": 5.0},
 )
@@ -28,7 +29,7 @@ def make_grant(**changes):
 
 
 def test_facts_survive_the_wire():
-    want = make_want(avoid=("x", "y"))
+    want = make_want(avoid=("x", "y"), is_resent=True)
     assert convert.want_from_wire(convert.want_to_wire(want)) == want
     assert (
         convert.registration_from_wire(convert.registration_to_wire(REGISTRATION)) == REGISTRATION

@@ -7,6 +7,7 @@ import pytest
 from cluster.config import Role
 from cluster.control.decisions import AbortLegs
 from cluster.control.facts import BlockCounts, Health, TransferSample
+from cluster.control.membership import LEFT_FOR_FAULT
 from cluster.control.planner import Planner
 from cluster.control.settings import ControlSettings
 from cluster.errors import DeadlineExceeded, InvalidRequest, NoWorker, QueueFull, StartupError
@@ -134,6 +135,35 @@ def test_blocks_count_what_is_promised_and_what_is_used():
     assert story.planner.view(story.now).num_waiting == 0
 
 
+def test_the_last_token_needs_no_kv():
+    story = Story(*two_pools(kv_tokens=64))
+    (grant,) = grants(story.want("r1", num_prompt_tokens=32, max_tokens=33))
+    story.planner.done(grant.grant_id, 33, story.now)
+    (reject,) = rejects(story.want("r2", num_prompt_tokens=32, max_tokens=34))
+    assert "room for 33" in reject.error.message
+
+
+def test_a_grown_leg_does_not_hide_one_that_holds_nothing_yet():
+    """Two legs of 6 blocks are held; one has grown to 10, the other waits for its offer."""
+    story = Story(*two_pools(kv_tokens=320, slots=8))
+    first, second = grants(story.want("r1", num_prompt_tokens=80)) + grants(
+        story.want("r2", num_prompt_tokens=80)
+    )
+    story.report("prefill-0")
+    story.report(
+        "decode-0",
+        first.grant_id,
+        second.grant_id,
+        blocks=BlockCounts(free=10, held=10),
+        unreserved_grants=(second.grant_id,),
+    )
+    assert grants(story.want("r3", num_prompt_tokens=80)) == [], "10 + 6 of 20 blocks are taken"
+    (third,) = grants(
+        story.report("decode-0", first.grant_id, blocks=BlockCounts(free=10, held=10))
+    )
+    assert third.request_id == "r3"
+
+
 def test_run_ahead_is_bounded_but_one_prompt_always_goes():
     story = Story(*two_pools(slots=8), run_ahead_tokens=100)
     (first,) = grants(story.want("r1", num_prompt_tokens=400))
@@ -163,6 +193,25 @@ def test_a_small_want_does_not_overtake_but_one_for_other_workers_may():
     story.report("prefill-0")
     (single,) = grants(story.want("single", num_prompt_tokens=16, max_tokens=1))
     assert single.request_id == "single", "the prefill worker is not what the others lack"
+
+
+def test_a_want_that_only_the_big_pool_holds_does_not_stop_the_others():
+    big = make_pool("big", Role.DECODE, kv_tokens=2048, slots=1)
+    story = Story(*two_pools(slots=1), big)
+    (first,) = grants(story.want("r1", num_prompt_tokens=1000, max_tokens=500))
+    assert first.decode.pool == "big"
+    assert grants(story.want("r2", num_prompt_tokens=1000, max_tokens=500)) == []
+    story.report("prefill-0", first.grant_id)
+    story.report("prefill-0")
+    (small,) = grants(story.want("small"))
+    assert small.decode.pool == "decode"
+    assert grants(story.want("small2")) == [], "the big worker is held for r2"
+
+
+def test_one_token_of_a_prompt_that_only_a_mixed_worker_holds():
+    story = Story(*two_pools(), make_pool("both", Role.MIXED, kv_tokens=2048))
+    (grant,) = grants(story.want(num_prompt_tokens=1500, max_tokens=1))
+    assert (grant.prefill, grant.decode.pool) == (None, "both")
 
 
 def test_equal_workers_take_turns_as_pairs():
@@ -247,12 +296,21 @@ def test_a_full_queue_refuses_with_a_time_to_come_back():
     assert rejects(story.want("r2")) == [], "a want that is sent again is in the queue already"
 
 
+@pytest.mark.parametrize("changes", [{"is_resent": True}, {"attempt": 1}])
+def test_who_was_let_in_before_is_not_refused_by_a_full_queue(changes):
+    story = Story(*two_pools(slots=1), max_queue_requests=1)
+    story.want("r1")
+    story.want("r2")
+    assert rejects(story.want("r3", waited_s=0.2)) != [], "a first want has waited at its router"
+    assert rejects(story.want("r4", waited_s=0.2, **changes)) == []
+
+
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
         ({"num_prompt_tokens": 1020, "max_tokens": 16}, "max_tokens"),
         ({"num_prompt_tokens": 1025, "max_tokens": 1}, "prompt"),
-        ({"num_prompt_tokens": 1024, "max_tokens": 2}, "prompt"),
+        ({"num_prompt_tokens": 1024, "max_tokens": 2}, "max_tokens"),
         ({"num_prompt_tokens": 4000}, "prompt"),
     ],
 )
@@ -274,7 +332,7 @@ def test_no_worker_of_a_role_is_told_at_once_after_the_reconcile_window(gone):
     story = Story()
     registration = story.workers.pop(gone)
     decisions = story.planner.worker_left(gone, registration.incarnation, "drained", story.now)
-    assert deaths(decisions) == [gone]
+    assert deaths(decisions) == [], "its legs may run on; nothing more is placed there"
     (reject,) = rejects(story.want())
     assert isinstance(reject.error, NoWorker)
     assert reject.error.retry_after_s is not None
@@ -338,14 +396,15 @@ def test_our_own_absence_kills_nobody():
     assert len(story.planner.view(story.now).workers) == 2
 
 
-def test_a_death_takes_its_grants_back_and_done_frees_the_other_leg():
+@pytest.mark.parametrize("reason", [LEFT_FOR_FAULT, "stopping"])
+def test_a_leave_takes_its_grants_back_and_done_frees_the_other_leg(reason):
     story = Story(*two_pools(slots=1), counts={"prefill": 2})
     (grant,) = grants(story.want("r1"))
     assert grants(story.want("r2")) == []
     dead = grant.prefill.worker_id
     incarnation = story.workers.pop(dead).incarnation
-    decisions = story.planner.worker_left(dead, incarnation, "killed", story.now)
-    assert deaths(decisions) == [dead]
+    decisions = story.planner.worker_left(dead, incarnation, reason, story.now)
+    assert deaths(decisions) == ([dead] if reason == LEFT_FOR_FAULT else [])
     assert grants(decisions) == [], "the decode leg may be starting"
     (second,) = grants(story.planner.done(grant.grant_id, 0, story.now))
     assert second.request_id == "r2"

@@ -100,7 +100,7 @@ class World:
         assert not same, f"{key} has overtaken {same}"
         self.answered(grant, "grant")
         self.num_granted += 1
-        prompt, output = want.num_prompt_tokens, min(want.max_tokens, SETTINGS.growth_tokens)
+        prompt, output = want.num_prompt_tokens, min(want.max_tokens - 1, SETTINGS.growth_tokens)
         legs = {}
         if grant.prefill is not None:
             legs[grant.prefill.worker_id] = (0, -(-prompt // 16))

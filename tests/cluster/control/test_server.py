@@ -12,6 +12,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from cluster.clock import SystemClock
 from cluster.control.facts import Health
+from cluster.control.membership import LEFT_FOR_FAULT
 from cluster.control.server import SERVICE_NAME, ControlServer
 from cluster.control.status import get_cluster
 from cluster.errors import Cancelled, DeadlineExceeded, InvalidRequest, NoWorker, StartupError
@@ -220,6 +221,16 @@ async def test_a_worker_that_leaves_is_gone_at_once(cluster):
     _, decode = await cluster.workers()
     router = await cluster.router()
     await decode.client.stop("drained")
+    with pytest.raises(NoWorker):
+        await router.client.want(make_want())
+    assert router.dead == [], "its legs run on"
+
+
+async def test_a_worker_that_leaves_for_a_fault_is_dead(cluster):
+    await cluster.start()
+    _, decode = await cluster.workers()
+    router = await cluster.router()
+    await decode.client.stop(LEFT_FOR_FAULT)
     await until(lambda: router.dead == [decode.registration.incarnation])
 
 

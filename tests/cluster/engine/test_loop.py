@@ -8,7 +8,8 @@ import pytest
 
 from cluster.engine.loop import EngineLoop
 from cluster.engine.scheduler import StepScheduler
-from cluster.errors import Cancelled, DeadlineExceeded, EngineFault, InvalidRequest
+from cluster.engine.step_model import StepModel
+from cluster.errors import Cancelled, DeadlineExceeded, EngineFault, InvalidRequest, WorkerLost
 from cluster.kv.block_pool import BlockPool
 from cluster.request import FinishReason
 from tests.factories import (
@@ -126,7 +127,6 @@ def test_serves_many_from_many_threads(make_world):
         assert world.told.wait_for_end(sequence).finish_reason is FinishReason.LENGTH
         assert world.told.tokens[sequence.key] == expected_tokens(request_id, 12)
     assert world.told.threads == {"engine-step"}
-    assert set(world.runner.forgotten) >= {s.key for s in sequences.values()}
 
 
 def test_what_was_added_before_the_start_is_served(make_world):
@@ -272,20 +272,21 @@ class TestFault:
         world = make_world(on_run=self.broken, max_num_seqs=1)
         sequences = [world.add(f"r{i}") for i in range(3)]
         world.loop.start()
-        for sequence in sequences:
-            error = world.told.wait_for_end(sequence).error
-            assert isinstance(error, EngineFault)
-            assert isinstance(error.__cause__, RuntimeError)
-            assert "no such kernel" not in error.message
+        begun, *others = [world.told.wait_for_end(sequence).error for sequence in sequences]
+        assert isinstance(begun, EngineFault)
+        assert isinstance(begun.__cause__, RuntimeError)
+        assert "no such kernel" not in begun.message
+        # Nothing of the others was computed: they can be tried elsewhere.
+        assert all(isinstance(error, WorkerLost) for error in others)
         world.told.wait_for(lambda: world.told.faults)
-        # STEP: what comes later ends in the same way, and nothing is computed any more.
+        # STEP: nor of what comes later, ever.
         late = world.add("late")
-        assert isinstance(world.told.wait_for_end(late).error, EngineFault)
+        assert isinstance(world.told.wait_for_end(late).error, WorkerLost)
         world.loop.stop(WAIT_S)
         assert [str(error) for error in world.told.faults] == ["no such kernel"]
         assert len(world.runner.plans) == 1
         after = world.add("after")
-        assert isinstance(world.told.ends[after.key].error, EngineFault)
+        assert isinstance(world.told.ends[after.key].error, WorkerLost)
 
     def test_in_mid_decode_frees_all_blocks(self, make_world):
         def fail_at_third(plan) -> None:
@@ -319,9 +320,36 @@ class TestFault:
 
         world = make_world(pin=no_such_core)
         world.loop.start()
-        assert isinstance(world.told.wait_for_end(world.add()).error, EngineFault)
+        assert isinstance(world.told.wait_for_end(world.add()).error, WorkerLost)
         world.told.wait_for(lambda: world.told.faults)
         assert world.runner.plans == []
+
+    @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+    def test_is_whatever_is_raised(self, make_world, error):
+        def leave(plan) -> None:
+            raise error
+
+        world = make_world(on_run=leave)
+        world.loop.start()
+        assert isinstance(world.told.wait_for_end(world.add()).error, EngineFault)
+        world.told.wait_for(lambda: world.told.faults == [error])
+
+    def test_is_told_though_the_sequences_cannot_be_ended(self, make_world, monkeypatch):
+        world = make_world(on_run=self.broken)
+        end = world.scheduler._end
+
+        def fail(*args, **kwargs) -> None:
+            raise ValueError("the books are wrong")
+
+        monkeypatch.setattr(world.scheduler, "_end", fail)
+        world.loop.start()
+        world.add(deadline=world.clock.now() + 1)
+        world.told.wait_for(lambda: world.told.faults)
+        assert isinstance(world.told.faults[0], RuntimeError)
+        # Its deadline passes and cannot end it either: the thread must not spin on that.
+        world.clock.advance(2)
+        assert world.loop._thread.is_alive()
+        monkeypatch.setattr(world.scheduler, "_end", end)
 
     def test_a_callback_that_fails_after_it_hides_nothing(self, make_world):
         world = make_world(on_run=self.broken)
@@ -333,7 +361,7 @@ class TestFault:
         world.loop._on_fault = on_fault
         world.loop.start()
         world.told.wait_for_end(world.add("a"))
-        assert isinstance(world.told.wait_for_end(world.add("b")).error, EngineFault)
+        assert isinstance(world.told.wait_for_end(world.add("b")).error, WorkerLost)
         assert len(world.told.faults) == 1
 
 
@@ -401,6 +429,47 @@ class TestStop:
         world.loop.start()
         with pytest.raises(RuntimeError):
             world.loop.start()
+
+
+class TestStall:
+    def test_a_step_is_stuck_after_five_seconds_and_only_while_it_runs(self, make_world):
+        gate = Gate()
+        world = make_world(on_run=gate)
+        world.loop.start()
+        sequence = world.add(num_prompt_tokens=4, max_tokens=1)
+        assert gate.entered.wait(WAIT_S)
+        now = world.clock.now()
+        assert not world.loop.is_stalled(now + 4.9)
+        assert world.loop.is_stalled(now + 5.1)
+        # The whole process stood still until a moment ago: nobody was stuck.
+        assert not world.loop.is_stalled(now + 5.1, awake_since=now + 5.0)
+        gate.opened.set()
+        world.told.wait_for_end(sequence)
+        world.loop.stop(WAIT_S)
+        assert not world.loop.is_stalled(now + 100)
+
+    def test_a_long_prompt_may_take_four_times_what_it_should(self, make_world):
+        gate = Gate()
+        world = make_world(on_run=gate)
+        world.loop._speed = StepModel(prefill_per_token_s=0.1)
+        world.loop.start()
+        world.add(num_prompt_tokens=100, max_tokens=1)
+        assert gate.entered.wait(WAIT_S)
+        now = world.clock.now()
+        assert not world.loop.is_stalled(now + 39)
+        assert world.loop.is_stalled(now + 41)
+        gate.opened.set()
+
+    def test_waiting_for_blocks_held_outside_is_none(self, make_world):
+        world = make_world(num_blocks=4)
+        world.pool.allocate(4, ("export", "h"))
+        world.loop.start()
+        sequence = world.add(num_prompt_tokens=8, max_tokens=1)
+        while world.loop._published.num_waiting != 1 or world.loop._pass is not None:
+            world.loop.wake()
+        assert not world.loop.is_stalled(world.clock.now() + 1000)
+        world.pool.release(("export", "h"))
+        world.told.wait_for_end(sequence)
 
 
 class TestSnapshot:

@@ -3,7 +3,7 @@
 import pytest
 
 from cluster.engine.scheduler import AGING_S, StepScheduler
-from cluster.errors import Cancelled, DeadlineExceeded, EngineFault, InvalidRequest
+from cluster.errors import Cancelled, DeadlineExceeded, EngineFault, InvalidRequest, WorkerLost
 from cluster.kv.block_pool import BlockPool
 from cluster.request import FinishReason
 from tests.factories import (
@@ -357,7 +357,6 @@ class TestPreemption:
         assert engine.end(young).num_computed_tokens > 7 + 11
         assert engine.scheduler.num_prefilled_tokens == 14
         assert engine.log.started == [old.key, young.key]
-        assert young.key in engine.runner.forgotten
         recomputed = [s for p in engine.runner.plans for s in p.shares if s.key == young.key]
         assert max(len(share.token_ids) for share in recomputed) <= 5
         engine.assert_idle()
@@ -447,7 +446,6 @@ class TestAbort:
         engine.assert_idle()
         assert engine.step() is None
         assert engine.end(sequence).num_steps == num_steps
-        assert sequence.key in engine.runner.forgotten
 
     @pytest.mark.parametrize("chunk_tokens", [0, 16])
     def test_inside_the_running_step_drops_its_token(self, make_engine, chunk_tokens):
@@ -497,6 +495,16 @@ class TestAbort:
         engine.scheduler.abort_all(EngineFault("broken"), engine.clock.now())
         engine.step()
         assert [type(end.error) for end in engine.log.ends.values()] == [EngineFault, EngineFault]
+
+    def test_all_at_once_tells_those_that_no_step_computed_another_error(self):
+        engine = Engine(max_num_seqs=1)
+        begun, waiting = engine.add("a"), engine.add("b")
+        engine.step()
+        lost = WorkerLost("broken")
+        engine.scheduler.abort_all(EngineFault("broken"), engine.clock.now(), unstarted=lost)
+        engine.log.take(engine.scheduler.take_events())
+        assert isinstance(engine.log.ends[begun.key].error, EngineFault)
+        assert engine.log.ends[waiting.key].error is lost
         engine.assert_idle()
 
 

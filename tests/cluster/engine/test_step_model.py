@@ -11,6 +11,14 @@ def test_it_knows_nothing_at_first():
     assert StepModel().predict(4, 100) == 0.0
 
 
+def test_it_believes_what_it_was_made_with_until_a_step_tells_better():
+    model = StepModel(base_s=0.1, per_seq_s=0.01, prefill_per_token_s=0.001)
+    assert model.predict(2, 100) == pytest.approx(0.22)
+    model.observe(0, 100, 0.5)
+    assert model.prefill_per_token_s == pytest.approx(0.005)
+    assert model.base_s == 0.1
+
+
 def test_it_finds_base_and_slope_in_noise():
     rng, model = random.Random(1), StepModel()
     for _ in range(300):

@@ -21,6 +21,7 @@ from cluster.request import (
     SamplingParams,
     Token,
 )
+from cluster.rpc import client as client_module
 from cluster.rpc import convert, server
 from cluster.rpc.client import WorkerClient
 from cluster.rpc.leg_rules import LegRules
@@ -367,6 +368,74 @@ async def test_a_router_that_does_not_read_is_cut_off(attached, monkeypatch):
             sink.emit([Token(KEY, i, 1)], [])
         assert await soon(attached.handler.lost) is sink
         assert await asyncio.wait_for(call.code(), 5) is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+@pytest.mark.parametrize("how", ["overrun", "timeout"])
+async def test_a_router_that_takes_no_bytes_is_cut_off_in_mid_write(attached, monkeypatch, how):
+    """CASES P-28: its legs are given up though a write to it never returns."""
+    monkeypatch.setattr(server, "WRITE_TIMEOUT_S", 0.5 if how == "timeout" else 60.0)
+    async with grpc.aio.insecure_channel(attached.address) as channel:
+        call = wire_grpc.WorkerStub(channel).Attach(metadata=((INCARNATION_METADATA, "w1"),))
+        await call.write(wire.RouterMessage(hello=wire.RouterHello(router_id="r")))
+        await call.write(wire.RouterMessage(start=convert.leg_to_wire(make_leg())))
+        _, sink = await soon(attached.handler.legs)
+        writing = None
+        async with asyncio.timeout(10):
+            while writing is None or sink._patience is not writing:  # until one write stays
+                writing = sink._patience
+                if writing is None:
+                    sink.emit([Token(LegKey("x" * 120, 0, 0), 0, 1) for _ in range(8000)], [])
+                await asyncio.sleep(0.1)
+        if how == "overrun":
+            assert attached.handler.lost.empty()
+            sink.emit([Token(KEY, 0, 1) for _ in range(server.MAX_QUEUED_ITEMS + 1)], [])
+        assert await soon(attached.handler.lost) is sink
+        sink.emit([Token(KEY, 0, 1)], [])
+        assert sink._tokens == []
+
+
+async def test_a_handler_that_fails_ends_the_attach_and_says_so(attached, caplog):
+    def fail(leg, sink) -> None:
+        raise ZeroDivisionError
+
+    attached.handler.start_leg = fail
+    client, events = attached.client()
+    await client.start_leg(make_leg())
+    _, reason = await soon(events.lost)
+    assert reason.startswith("INTERNAL")
+    assert "an attach failed" in caplog.text
+    await soon(attached.handler.lost)
+
+
+async def test_whatever_fails_in_the_client_loses_the_worker(attached, caplog):
+    client, events = attached.client()
+    await client.start_leg(make_leg())
+    _, sink = await soon(attached.handler.legs)
+
+    def fail(tokens, ends) -> None:
+        raise KeyError("no such leg")
+
+    events.on_tokens = fail
+    sink.emit([Token(KEY, 0, 1)], [])
+    _, reason = await soon(events.lost)
+    assert "KeyError" in reason
+    assert client.is_lost
+    assert await soon(attached.handler.lost) is sink
+    assert "failed here" in caplog.text
+
+
+async def test_a_worker_that_does_not_read_is_lost_and_nobody_waits(attached, monkeypatch):
+    monkeypatch.setattr(client_module, "MAX_QUEUED_MESSAGES", 8)
+    client, events = attached.client()
+    for _ in range(8):
+        await client.start_leg(make_leg())
+    with pytest.raises(WorkerLost, match="reads nothing"):
+        await asyncio.wait_for(client.start_leg(make_leg()), 5)
+    _, reason = await soon(events.lost)
+    assert "does not read" in reason
+    assert client.is_lost
+    await client.abort_leg(KEY, AbortCause.CANCELLED)
+    assert events.lost.empty()
 
 
 async def test_many_news_become_messages_under_the_size_cap(attached, monkeypatch):

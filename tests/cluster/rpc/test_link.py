@@ -43,14 +43,14 @@ async def test_signals_go_both_ways_in_order(make_world: MakeWorld):
     ]
     sent.append(AbortHandoff(handoff_id="h3", cause=AbortCause.CANCELLED, detail="left"))
     for message in sent:
-        await link.signal(message)
+        link.signal(message)
     await world.receiver.until(lambda: len(world.receiver.signals) == len(sent))
     assert world.receiver.messages == sent
     other_end = world.receiver.signals[0][0]
     assert other_end.epoch == link.epoch
     assert (other_end.peer.worker_id, link.peer.worker_id) == ("p", "d")
     for message in (Credit(handoff_id="h0"), Commit(handoff_id="h0")):
-        await other_end.signal(message)
+        other_end.signal(message)
     await sender.until(lambda: len(sender.signals) == 2)
     assert sender.messages == [Credit(handoff_id="h0"), Commit(handoff_id="h0")]
 
@@ -123,7 +123,7 @@ async def test_either_side_ends_it_for_both_exactly_once(make_world: MakeWorld, 
     sender = Half()
     dialer = world.dialer(sender)
     link = await dialer.link_to(world.peer, LONG_S)
-    await link.signal(Credit(handoff_id="h"))
+    link.signal(Credit(handoff_id="h"))
     await world.receiver.until(lambda: len(world.receiver.signals) == 1)
     other_end = world.receiver.signals[0][0]
     for _ in range(3):
@@ -131,12 +131,12 @@ async def test_either_side_ends_it_for_both_exactly_once(make_world: MakeWorld, 
     await world.receiver.until(lambda: bool(world.receiver.lost))
     await sender.until(lambda: bool(sender.lost))
     with pytest.raises(PeerLost):
-        await link.signal(Credit(handoff_id="h"))
+        link.signal(Credit(handoff_id="h"))
     with pytest.raises(PeerLost):
         await link.send_export(make_manifest(1), gather_from(make_export(1)))
     again = await dialer.link_to(world.peer, LONG_S)
     assert again.epoch > link.epoch
-    await again.signal(Credit(handoff_id="h"))
+    again.signal(Credit(handoff_id="h"))
     await world.receiver.until(lambda: len(world.receiver.signals) == 2)
     assert [lost for lost, _ in sender.lost] == [link]
     assert [lost for lost, _ in world.receiver.lost] == [other_end]
@@ -197,7 +197,7 @@ async def test_a_handler_that_fails_loses_the_link_and_not_the_worker(make_world
         raise ValueError("bug")
 
     world.receiver.on_message = fail
-    await (await dialer.link_to(world.peer, LONG_S)).signal(Credit(handoff_id="h"))
+    (await dialer.link_to(world.peer, LONG_S)).signal(Credit(handoff_id="h"))
     await sender.until(lambda: len(sender.lost) == 1)
     assert (await dialer.link_to(world.peer, LONG_S)).is_open
 
@@ -214,7 +214,7 @@ async def test_a_second_dial_of_one_incarnation_replaces_its_first_link(make_wor
 async def test_a_stopped_dialer_dials_no_more(make_world: MakeWorld):
     world = await make_world()
     dialer = world.dialer()
-    await (await dialer.link_to(world.peer, LONG_S)).signal(Credit(handoff_id="h"))
+    (await dialer.link_to(world.peer, LONG_S)).signal(Credit(handoff_id="h"))
     await world.receiver.until(lambda: len(world.receiver.signals) == 1)
     await dialer.close()
     await dialer.close()

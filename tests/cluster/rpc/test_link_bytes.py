@@ -129,7 +129,7 @@ async def test_a_manifest_of_another_layout_loses_the_link(make_world: MakeWorld
     world = await make_world()
     sender = Half()
     link = await world.dialer(sender).link_to(world.peer, LONG_S)
-    await link.signal(ManifestBytes(payload=replace(make_manifest(20), layout="x=1").pack()))
+    link.signal(ManifestBytes(payload=replace(make_manifest(20), layout="x=1").pack()))
     await world.receiver.until(lambda: len(world.receiver.signals) == 1)
     other_end, message = world.receiver.signals[0]
     with pytest.raises(HandoffFailed, match="layout"):

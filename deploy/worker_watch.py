@@ -1,0 +1,84 @@
+"""What a worker looks after by itself: deadlines outside the engine, a stuck step, its own books.
+
+A tick that fails, a step thread that is stuck and blocks that are not in exactly one place all end
+in the worker's fault: its process is replaced, instead of going on with legs that hang.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from cluster.errors import EngineFault
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from cluster.clock import Clock
+    from cluster.engine.loop import EngineLoop
+    from cluster.kv.block_pool import BlockPool
+    from decode_worker.streams import DecodeHalf
+    from prefill_worker.intake import PrefillHalf
+
+TICK_S = 0.1
+"""How late a deadline outside the engine may be noticed."""
+_GAP_S = 1.0
+"""After a longer gap between two ticks the whole process had been stopped, not a step."""
+_IDLE_S = 1.0
+"""Without legs for so long, the pool is checked; the first leg after a pause shall not wait."""
+
+
+class WorkerWatch:
+    """Looks after one worker; event loop only."""
+
+    def __init__(
+        self,
+        *,
+        clock: Clock,
+        engine: EngineLoop,
+        pool: BlockPool,
+        halves: Sequence[PrefillHalf | DecodeHalf],
+        on_fault: Callable[[BaseException], None],
+    ) -> None:
+        self._clock = clock
+        self._engine = engine
+        self._pool = pool
+        self._halves = halves
+        self._on_fault = on_fault
+        self._ticked_at = self._awake_since = clock.now()
+        self._idle_since: float | None = None
+        self._num_legs_checked = 0
+        self.num_pool_checks = 0
+        """Checks of the pool that found every block in its one place."""
+
+    async def run(self) -> None:
+        """Tick until cancelled, or until a tick fails."""
+        try:
+            while True:
+                await asyncio.sleep(TICK_S)
+                self.tick(self._clock.now())
+        except Exception as error:
+            self._on_fault(error)
+
+    def tick(self, now: float) -> None:
+        """Look at everything once."""
+        if now - self._ticked_at > _GAP_S:
+            self._awake_since = now
+        self._ticked_at = now
+        for half in self._halves:
+            half.expire(now)
+        if self._engine.is_stalled(now, self._awake_since):
+            self._on_fault(EngineFault("the step thread is stuck", stage="step"))
+        self._check_pool(now)
+
+    def _check_pool(self, now: float) -> None:
+        """Prove the pool's books when there was work and nobody has any now."""
+        num_legs = sum(half.book.counts["received"] for half in self._halves)
+        if num_legs == self._num_legs_checked or any(half.book for half in self._halves):
+            self._idle_since = None
+        elif self._idle_since is None:
+            self._idle_since = now
+        elif now - self._idle_since >= _IDLE_S:
+            self._num_legs_checked = num_legs
+            self._pool.check()
+            self.num_pool_checks += 1

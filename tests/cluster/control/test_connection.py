@@ -1,0 +1,126 @@
+"""One stream that comes back: what it takes along, and what it survives."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+
+from cluster.clock import SystemClock
+from cluster.control.connection import Backoff, Connection
+from cluster.control.route_client import RouteClient, RouteTiming
+from cluster.wire import control_pb2 as pb
+from cluster.wire import control_pb2_grpc as pb_grpc
+from tests.cluster.control.conftest import BACKOFF, Router, until
+from tests.cluster.control.factory import make_want
+
+
+class Owner:
+    """Counts what it is told, and fails where a test wants it to."""
+
+    def __init__(self, *, failing=()):
+        self.failing = set(failing)
+        self.told = []
+
+    def on_dialled(self, send):
+        self._told("on_dialled")
+        send(pb.RouterFact(hello=pb.RouterHello(router_id="a", incarnation="a-1")))
+
+    def on_message(self, message):
+        self._told("on_message")
+
+    def on_lost(self, num_failures):
+        self._told("on_lost")
+
+    def _told(self, what):
+        self.told.append(what)
+        if what in self.failing and self.told.count(what) == 1:
+            raise RuntimeError(f"{what} fails")
+
+
+def connect(address, owner):
+    return Connection(address, lambda stub: stub.Route, events=owner, name="t", backoff=BACKOFF)
+
+
+class Silent(pb_grpc.ControlServicer):
+    """Accepts streams and ends them without a word, until it is told to speak."""
+
+    def __init__(self):
+        self.is_speaking = False
+        self.facts = []
+
+    async def Route(self, request_iterator, context):
+        if not self.is_speaking:
+            await anext(aiter(request_iterator))
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "not yet")
+        await context.write(pb.RouteDecision(welcome=pb.RouterWelcome(term=1)))
+        async for fact in request_iterator:
+            self.facts.append(fact)
+
+
+@pytest.fixture
+async def silent():
+    servicer = Silent()
+    server = grpc.aio.server()
+    pb_grpc.add_ControlServicer_to_server(servicer, server)
+    servicer.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    yield servicer
+    await server.stop(0)
+
+
+@pytest.mark.parametrize("failing", ["on_dialled", "on_message", "on_lost"])
+async def test_an_owner_that_fails_does_not_end_the_dialling(silent, failing, caplog):
+    owner = Owner(failing=[failing])
+    stream = connect(silent.address, owner)
+    silent.is_speaking = failing == "on_message"
+    stream.start()
+    await until(lambda: failing in owner.told)
+    silent.is_speaking = True
+    await until(lambda: owner.told[-1] == "on_message" and owner.told.count("on_dialled") >= 2)
+    assert "fails" in caplog.text
+    await stream.stop()
+
+
+async def test_nothing_is_taken_before_the_other_end_has_spoken(silent):
+    owner = Owner()
+    stream = connect(silent.address, owner)
+    stream.start()
+    await until(lambda: "on_dialled" in owner.told)
+    assert stream.send(pb.RouterFact(done=pb.Done(grant_id="g"))) is False
+    silent.is_speaking = True
+    await until(lambda: "on_message" in owner.told)
+    assert stream.send(pb.RouterFact(done=pb.Done(grant_id="g"))) is True
+    await stream.stop()
+    assert stream.send(pb.RouterFact()) is False
+
+
+async def test_a_done_during_a_failing_dial_is_sent_when_welcomed(silent):
+    client = RouteClient(
+        silent.address,
+        router_id="a",
+        incarnation="a-1",
+        clock=SystemClock(),
+        events=Router(silent.address, "unused"),
+        timing=RouteTiming(backoff=Backoff(first_s=0.01, last_s=0.02)),
+    )
+    dialled = asyncio.Event()
+    on_dialled = client.on_dialled
+
+    def done_on_dial(send):
+        on_dialled(send)
+        client.done("g", 3)
+        dialled.set()
+
+    client.on_dialled = done_on_dial
+    client._held.add("g")
+    want = asyncio.create_task(client.want(make_want("r")))
+    await client.start()
+    await dialled.wait()
+    silent.is_speaking = True
+    await until(lambda: len(silent.facts) >= 2)
+    assert [fact.done.grant_id for fact in silent.facts if fact.HasField("done")] == ["g"]
+    assert [fact.want.is_resent for fact in silent.facts if fact.HasField("want")] == [True]
+    want.cancel()
+    await client.stop()

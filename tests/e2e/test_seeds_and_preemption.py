@@ -1,0 +1,112 @@
+"""A seed belongs to its request, and a preempted request ends as an undisturbed one."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from cluster.config import Role
+from deploy.client import Client
+from tests.e2e.plain_cluster import make_config, plain_cluster, running, with_pool
+
+PROMPTS = [[7 + 31 * i + j * j % 97 for j in range(10 + i)] for i in range(6)]
+SEEDED = {"temperature": 0.9, "seed": 42, "max_tokens": 48}
+NUM_LONG_TOKENS = 240
+
+
+@pytest.fixture(scope="module")
+def colocated(tiny_llama, tmp_path_factory):
+    """One worker that does both halves, with blocks for everybody: the reference."""
+    pools = {"mixed": (Role.MIXED, 1)}
+    with plain_cluster(tiny_llama, tmp_path_factory.mktemp("big"), pools) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def disaggregated(tiny_llama, tmp_path_factory):
+    """A pair whose decode pool holds 2.5 sequences of the longest kind."""
+    pools = {"prefill": (Role.PREFILL, 1), "decode": (Role.DECODE, 1)}
+    num_blocks = (NUM_LONG_TOKENS + 16) * 5 // 2 // 16
+    config = with_pool(make_config(tiny_llama, pools), "decode", kv_tokens=16 * num_blocks)
+    with running(config, tiny_llama, tmp_path_factory.mktemp("small")) as cluster:
+        yield cluster
+
+
+def generate(cluster, prompt: list[int], **ask) -> tuple[list[int], str, str]:
+    """Stream one choice: its ids, its text and why it ended."""
+    with Client(cluster.grpc) as client:
+        pieces = list(client.generate(prompt_ids={"ids": prompt}, **{"ignore_eos": True, **ask}))
+    ids = [token for piece in pieces for token in piece.token_ids]
+    return ids, "".join(piece.text for piece in pieces), pieces[-1].finish_reason
+
+
+def generate_all(cluster, asks: list[tuple[list[int], dict]]) -> list[tuple[list[int], str, str]]:
+    """All of them at once."""
+    with ThreadPoolExecutor(len(asks)) as pool:
+        return list(pool.map(lambda ask: generate(cluster, ask[0], **ask[1]), asks))
+
+
+def count(cluster, worker_id: str, counter: str) -> float:
+    workers = {w.worker.worker_id: w.report.counters for w in cluster.view().workers}
+    return workers[worker_id][counter]
+
+
+@pytest.mark.parametrize("shape", ["colocated", "disaggregated"])
+def test_a_seed_gives_the_same_tokens_in_any_company(shape, request, colocated):
+    """CASES P-04: alone, beside seven without a seed, beside itself, in one piece."""
+    cluster = request.getfixturevalue(shape)
+    expected = generate(colocated, PROMPTS[0], **SEEDED)
+    assert len(expected[0]) == 48
+    assert generate(cluster, PROMPTS[0], **SEEDED) == expected
+    unseeded = {"temperature": 0.9, "max_tokens": 48}
+    beside = generate_all(
+        cluster, [*((PROMPTS[0], unseeded) for _ in range(7)), (PROMPTS[0], SEEDED)]
+    )
+    assert beside[-1] == expected
+    assert expected not in beside[:-1]
+    assert generate_all(cluster, [(PROMPTS[0], SEEDED)] * 2) == [expected] * 2
+    body = {"model": "tiny", "prompt": PROMPTS[0], "ignore_eos": True, **SEEDED}
+    whole = httpx.post(f"{cluster.http}/v1/completions", json=body, timeout=30).json()
+    assert whole["choices"][0]["text"] == expected[1]
+
+
+@pytest.mark.parametrize("shape", ["colocated", "disaggregated"])
+def test_without_a_seed_answers_differ(shape, request):
+    """CASES P-04: a seed is drawn for each request that brings none; another seed is another."""
+    cluster = request.getfixturevalue(shape)
+    unseeded = {"temperature": 0.9, "max_tokens": 48}
+    first, second = generate_all(cluster, [(PROMPTS[0], unseeded)] * 2)
+    assert first[0] != second[0]
+    other = generate(cluster, PROMPTS[0], **{**SEEDED, "seed": 43})
+    assert other[0] != generate(cluster, PROMPTS[0], **SEEDED)[0]
+
+
+def long_asks(colocated) -> list[tuple[list[int], dict]]:
+    """Six long requests: greedy, seeded, and with a stop string late in the text of either."""
+    greedy = {"temperature": 0.0, "max_tokens": NUM_LONG_TOKENS}
+    seeded = {**greedy, "temperature": 0.9}
+    asks = [
+        (PROMPTS[0], greedy),
+        (PROMPTS[1], greedy),
+        (PROMPTS[2], {**seeded, "seed": 1}),
+        (PROMPTS[3], {**seeded, "seed": 2, "top_p": 0.9, "top_k": 50}),
+    ]
+    for prompt, ask in ((PROMPTS[4], {**seeded, "seed": 3}), (PROMPTS[5], {**seeded, "seed": 4})):
+        _, text, _ = generate(colocated, prompt, **ask)
+        at = len(text) * 4 // 5
+        stop = next(text[at : at + n] for n in range(3, 20) if text.find(text[at : at + n]) == at)
+        asks.append((prompt, {**ask, "stop": [stop]}))
+    return asks
+
+
+def test_preempted_requests_end_as_undisturbed_ones(colocated, disaggregated):
+    """CASES P-15: ids, text and reason as with a big pool, though blocks ran out many times."""
+    asks = long_asks(colocated)
+    expected = [generate(colocated, prompt, **ask) for prompt, ask in asks]
+    assert [reason for _, _, reason in expected] == ["length"] * 4 + ["stop"] * 2
+    for _ in range(2):
+        before = count(disaggregated, "decode-0", "preemptions")
+        assert generate_all(disaggregated, asks) == expected
+        assert count(disaggregated, "decode-0", "preemptions") - before > 0
+        disaggregated.wait_quiet()
+    assert count(colocated, "mixed-0", "preemptions") == 0
