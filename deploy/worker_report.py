@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from cluster.config import PoolConfig
     from cluster.engine.loop import EngineLoop, EngineSnapshot
     from cluster.kv.block_pool import BlockPool
-    from cluster.request import Peer
+    from cluster.request import Leg, Peer
     from deploy.worker_legs import WorkerLegs
     from deploy.worker_parts import WorkerParts
     from deploy.worker_watch import WorkerWatch
@@ -79,6 +79,7 @@ class WorkerReporter:
             + (decode.inbox.num_transferring if decode is not None else 0),
             queued_tokens=snapshot.queued_tokens,
             held_grants=tuple(sorted(grants)),
+            unreserved_grants=self._unreserved(),
             num_steps=snapshot.num_steps,
             step_base_s=snapshot.step_base_s,
             step_per_seq_s=snapshot.step_per_seq_s,
@@ -93,6 +94,16 @@ class WorkerReporter:
             ),
             counters=self._counters(snapshot),
         )
+
+    def _unreserved(self) -> tuple[str, ...]:
+        """Grants whose legs hold no blocks yet: the ledger adds their charge to what is used."""
+        legs = [opened.leg for half in self._legs.halves for opened in half.book]
+        return tuple(sorted({leg.grant_id for leg in legs if leg.grant_id and self._is_bare(leg)}))
+
+    def _is_bare(self, leg: Leg) -> bool:
+        blocks = self._blocks
+        is_holding = blocks.blocks_of(leg.key) or blocks.blocks_of(("export", leg.handoff_id))
+        return not is_holding and blocks.importing(leg.handoff_id) is None
 
     def _counters(self, snapshot: EngineSnapshot) -> dict[str, float]:
         """Count legs, handoffs and tokens since the start; all only ever rise.

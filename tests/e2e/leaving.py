@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import socket
 import struct
 from collections.abc import Callable
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from cluster.config import DeployConfig
 
 NUM_BLOCKS = 64
-CHUNK_TOKENS = 2
+CHUNK_TOKENS = 4
 """So small that a prompt of some hundred tokens is being computed for a while."""
 READ_S = 30
 
@@ -198,20 +199,30 @@ def in_prefill(cluster: PlainCluster, door: Door) -> Iterator[Any]:
 def in_wait_for_blocks(cluster: PlainCluster, door: Door) -> Iterator[Any]:
     """A call whose KV can't move, since a decode worker's other sequence grew meanwhile.
 
-    The grant counted blocks that were free then. Its prefill waits behind another's, and the offer
-    comes when the sequence that decodes has outgrown the room:
-
-        decode blocks   17 │ room for 41 at the grant  →  > 24 used at the offer of 40
+    The grant counted blocks that were free then. The prefill worker stands still until they are
+    not, so that its offer of 40 blocks comes when the other sequence holds more than 24 of 64.
     """
     holder = GrpcCall(cluster, 16, 900)
-    holder.wait_num_tokens(16 * 16)
-    first = GrpcCall(cluster, 24 * 16 - CHUNK_TOKENS, 1)
-    call = door.call(cluster, 40 * 16, 4)
+    holder.wait_num_tokens(3 * 16)
+    with _standing_still(cluster, "prefill-0"):
+        call = door.call(cluster, 40 * 16, 4)
+        wait_until(lambda: cluster.view().num_granted == 2, 5, "no grant")
+        holder.wait_num_tokens(22 * 16)
     wait_until(lambda: _is_held_up(cluster), 5, "it had blocks in time")
     yield call
     wait_until(lambda: report_of(cluster, "decode-0").num_waiting == 0, 2, "it still waits")
     holder.leave_by_call()
-    first.leave_by_call()
+
+
+@contextlib.contextmanager
+def _standing_still(cluster: PlainCluster, worker_id: str) -> Iterator[None]:
+    """For less time than it takes the control plane to suspect the worker."""
+    process = cluster.workers[worker_id]
+    process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGCONT)
 
 
 def _is_held_up(cluster: PlainCluster) -> bool:

@@ -41,7 +41,7 @@ def on_ray_marks(function):
 class Start:
     """One `pdserve serve` in a process group of its own, as a terminal starts it."""
 
-    def __init__(self, folder: Path, config, *, once: bool = False) -> None:
+    def __init__(self, folder: Path, config, **environment: str) -> None:
         self.config = config
         self.state = RunState(config.endpoints.control_port)
         self.file = folder / "deploy.yaml"
@@ -50,10 +50,11 @@ class Start:
         self.began = time.monotonic()
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
-                [*PDSERVE, "serve", "--config", str(self.file), *(["--once"] if once else [])],
+                [*PDSERVE, "serve", "--config", str(self.file)],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                env=os.environ | environment,
             )
 
     def text(self) -> str:
@@ -102,10 +103,10 @@ def starts(tmp_path):
     """Start clusters that end with the test."""
     made = []
 
-    def start(config, **options):
+    def start(config, **environment):
         folder = tmp_path / str(len(made))
         folder.mkdir()
-        made.append(Start(folder, config, **options))
+        made.append(Start(folder, config, **environment))
         return made[-1]
 
     yield start
@@ -315,12 +316,12 @@ def test_commands_without_a_cluster_say_what_to_do(command, tiny_llama, tmp_path
 
 @pytest.mark.faults
 def test_printed_calls_work_as_they_stand(starts, tiny_llama):
-    """Each of them in a shell, from another folder, with an unusable proxy in the environment."""
-    start = starts(inline(make_config(tiny_llama, PAIR)))
+    """Each of them in a shell, from another folder, with a proxy around that leads nowhere."""
+    proxies = dict.fromkeys(("http_proxy", "HTTP_PROXY", "grpc_proxy"), "http://127.0.0.1:9")
+    start = starts(inline(make_config(tiny_llama, PAIR)), **proxies)
     start.wait_for(is_serving)
     calls = re.split(r"\n\n", start.text().split("\ncurl ", 1)[1])
     blocks = ["curl " + calls[0], calls[1], *calls[3].splitlines()]
-    proxies = dict.fromkeys(("http_proxy", "HTTP_PROXY", "grpc_proxy"), "http://127.0.0.1:9")
     for block in blocks:
         environment = os.environ | ({} if block.startswith("curl") else proxies)
         done = subprocess.run(

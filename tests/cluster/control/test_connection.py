@@ -48,11 +48,16 @@ class Silent(pb_grpc.ControlServicer):
 
     def __init__(self):
         self.is_speaking = False
+        self.num_dials = 0
+        self.may_refuse = asyncio.Event()
+        self.may_refuse.set()
         self.facts = []
 
     async def Route(self, request_iterator, context):
         if not self.is_speaking:
             await anext(aiter(request_iterator))
+            self.num_dials += 1
+            await self.may_refuse.wait()
             await context.abort(grpc.StatusCode.UNAVAILABLE, "not yet")
         await context.write(pb.RouteDecision(welcome=pb.RouterWelcome(term=1)))
         async for fact in request_iterator:
@@ -86,10 +91,12 @@ async def test_an_owner_that_fails_does_not_end_the_dialling(silent, failing, ca
 async def test_nothing_is_taken_before_the_other_end_has_spoken(silent):
     owner = Owner()
     stream = connect(silent.address, owner)
+    silent.may_refuse.clear()
     stream.start()
-    await until(lambda: "on_dialled" in owner.told)
+    await until(lambda: silent.num_dials == 1)
     assert stream.send(pb.RouterFact(done=pb.Done(grant_id="g"))) is False
     silent.is_speaking = True
+    silent.may_refuse.set()
     await until(lambda: "on_message" in owner.told)
     assert stream.send(pb.RouterFact(done=pb.Done(grant_id="g"))) is True
     await stream.stop()
@@ -105,20 +112,15 @@ async def test_a_done_during_a_failing_dial_is_sent_when_welcomed(silent):
         events=Router(silent.address, "unused"),
         timing=RouteTiming(backoff=Backoff(first_s=0.01, last_s=0.02)),
     )
-    dialled = asyncio.Event()
-    on_dialled = client.on_dialled
-
-    def done_on_dial(send):
-        on_dialled(send)
-        client.done("g", 3)
-        dialled.set()
-
-    client.on_dialled = done_on_dial
     client._held.add("g")
-    want = asyncio.create_task(client.want(make_want("r")))
+    silent.may_refuse.clear()
     await client.start()
-    await dialled.wait()
+    await until(lambda: silent.num_dials == 1)
+    client.done("g", 3)
+    want = asyncio.create_task(client.want(make_want("r")))
+    await asyncio.sleep(0)
     silent.is_speaking = True
+    silent.may_refuse.set()
     await until(lambda: len(silent.facts) >= 2)
     assert [fact.done.grant_id for fact in silent.facts if fact.HasField("done")] == ["g"]
     assert [fact.want.is_resent for fact in silent.facts if fact.HasField("want")] == [True]
