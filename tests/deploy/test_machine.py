@@ -3,11 +3,13 @@
 import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 
 import psutil
 import pytest
+import yaml
 
 from cluster import config as deploy_config
 from cluster.errors import StartupError
@@ -109,18 +111,32 @@ def test_cores_that_do_not_exist_are_named(state):
 
 def test_several_problems_are_told_together(state):
     pools = [{"name": "m", "role": "mixed", "cores": [4095]}]
-    config = make_config(pools=pools, endpoints={"host": "192.0.2.1"})
-    with pytest.raises(StartupError, match=r"(?s)- pools\.m\.cores.*- endpoints\.host"):
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as holder:
+        config = make_config(pools=pools, endpoints={"grpc_port": holder.getsockname()[1]})
+        with pytest.raises(StartupError, match=r"(?s)- pools\.m\.cores.*- port \d+ \(endp"):
+            machine.check_machine(config, state=state)
+
+
+def test_the_remedy_for_missing_cores_can_be_loaded(state):
+    """service_cores asks for cores of each pool, so all of them are given up together."""
+    pools = [{"name": "m", "role": "mixed", "cores": [4095]}]
+    config = make_config(pools=pools, service_cores=[min(os.sched_getaffinity(0))])
+    with pytest.raises(StartupError, match="pin nothing") as caught:
         machine.check_machine(config, state=state)
+    overrides = re.findall(r"--set (\S+)", caught.value.message)
+    file = state.folder.parent.with_suffix(".yaml")
+    file.write_text(yaml.safe_dump(deploy_config.to_tree(config)))
+    machine.check_machine(deploy_config.load(file, overrides), state=state)
 
 
 def test_leftovers_are_told_alone(state, monkeypatch):
     for name in ("PDSERVE_RUN_ID", "SPT_NOENV"):
         monkeypatch.setenv(name, "")
     state.begin({})
+    pools = [{"name": "m", "role": "mixed", "cores": [4095]}]
     with subprocess.Popen(["sleep", "600"]) as child:
         with pytest.raises(StartupError, match="running already"):
-            machine.check_machine(make_config(endpoints={"host": "192.0.2.1"}), state=state)
+            machine.check_machine(make_config(pools=pools), state=state)
         child.kill()
     state.clear(1)
 

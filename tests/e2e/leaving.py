@@ -200,14 +200,14 @@ def in_wait_for_blocks(cluster: PlainCluster, door: Door) -> Iterator[Any]:
     """A call whose KV can't move, since a decode worker's other sequence grew meanwhile.
 
     The grant counted blocks that were free then. The prefill worker stands still until they are
-    not, so that its offer of 40 blocks comes when the other sequence holds more than 24 of 64.
+    not, so that its offer of 48 blocks comes when the other sequence holds more than 16 of 64.
     """
     holder = GrpcCall(cluster, 16, 900)
     holder.wait_num_tokens(3 * 16)
     with _standing_still(cluster, "prefill-0"):
-        call = door.call(cluster, 40 * 16, 4)
+        call = door.call(cluster, 48 * 16, 4)
         wait_until(lambda: cluster.view().num_granted == 2, 5, "no grant")
-        holder.wait_num_tokens(22 * 16)
+        holder.wait_num_tokens(14 * 16)
     wait_until(lambda: _is_held_up(cluster), 5, "it had blocks in time")
     yield call
     wait_until(lambda: report_of(cluster, "decode-0").num_waiting == 0, 2, "it still waits")
@@ -260,11 +260,5 @@ PHASES = {
     "decode": in_decode,
     "end": after_the_end,
 }
-ABORTED = {
-    "queue": {"queue": 1, "decode": 2},
-    "prefill": {"prefill": 1},
-    "blocks": {"decode": 2},
-    "decode": {"decode": 1},
-    "end": {},
-}
-"""What each phase adds to the counter of aborted requests, those in the way of others included."""
+COUNTED_AS = {"queue": "queue", "prefill": "prefill", "blocks": "decode", "decode": "decode"}
+"""The ``phase`` of the aborted counter: with its first token out, a request is in decode."""

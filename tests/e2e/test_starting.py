@@ -1,6 +1,5 @@
 """What can go wrong between `pdserve serve` and its end, and what is left of it: nothing."""
 
-import json
 import os
 import re
 import shutil
@@ -10,7 +9,6 @@ import subprocess
 import time
 from pathlib import Path
 
-import httpx
 import pytest
 import yaml
 from safetensors.torch import load_file, save_file
@@ -331,11 +329,5 @@ def test_printed_calls_work_as_they_stand(starts, tiny_llama):
         assert done.returncode == 0, f"{block}\n{done.stderr}"
         assert '"error"' not in done.stdout, done.stdout
         assert done.stdout.strip()
-    assert (
-        "data: [DONE]"
-        in subprocess.run(
-            blocks[0], shell=True, capture_output=True, text=True, timeout=60, check=True
-        ).stdout
-    )
-    models = httpx.get(f"http://127.0.0.1:{start.config.endpoints.http_port}/v1/models").json()
-    assert json.dumps(models).count("tiny")
+        if block.startswith("curl"):
+            assert done.stdout.rstrip().endswith("data: [DONE]")

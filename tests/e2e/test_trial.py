@@ -18,6 +18,7 @@ from deploy.cli import TRIAL_CONFIG
 from deploy.client import Client
 from deploy.model_source import resolve_model
 from deploy.run_state import RunState
+from deploy.trial_model import TRIAL_NAME
 from tests.e2e import reference
 from tests.e2e.plain_cluster import free_ports, plain_cluster
 from tests.e2e.ray_cluster import ray_cluster
@@ -114,7 +115,7 @@ def test_trial_knows_paris(trial):
     """The answer that the README promises, over the chat route."""
     with openai.OpenAI(base_url=f"{trial.http}/v1", api_key="none") as client:
         answer = client.chat.completions.create(
-            model="smollm2-135m-instruct",
+            model=TRIAL_NAME,
             messages=[{"role": "user", "content": "What is the capital of France?"}],
             max_tokens=20,
             temperature=0,
@@ -127,18 +128,19 @@ def test_trial_knows_paris(trial):
 def test_trial_logs_no_prompt(trial):
     """S-06: no file of the run and no line of the launcher holds words of a prompt."""
     marker = "xylophonist quagmire"
-    body = {"model": "smollm2-135m-instruct", "max_tokens": 8}
+    body = {"model": TRIAL_NAME, "max_tokens": 8}
     url = f"{trial.http}/v1"
     messages = [{"role": "user", "content": f"Repeat this: {marker}"}]
-    for path, ask in (
-        ("chat/completions", {"messages": messages}),
-        ("chat/completions", {"messages": messages, "max_tokens": -1}),
-        ("chat/completions", {"messages": [{"role": marker, "content": marker}]}),
-        ("completions", {"prompt": marker, "stop": [marker], "stream": True}),
-        ("completions", {"prompt": f"{marker} " * 2000}),
-        (f"completions?{marker.replace(' ', '+')}", {"prompt": marker, "model": marker}),
+    for path, ask, status in (
+        ("chat/completions", {"messages": messages}, 200),
+        ("chat/completions", {"messages": messages, "max_tokens": -1}, 400),
+        ("chat/completions", {"messages": [{"role": marker, "content": marker}]}, 400),
+        ("completions", {"prompt": marker, "stop": [marker], "stream": True}, 200),
+        ("completions", {"prompt": f"{marker} " * 2000}, 400),
+        (f"completions?{marker.replace(' ', '+')}", {"prompt": marker, "model": marker}, 404),
     ):
-        httpx.post(f"{url}/{path}", json=body | ask, timeout=60)
+        answer = httpx.post(f"{url}/{path}", json=body | ask, timeout=60)
+        assert answer.status_code == status, (path, ask)
     broken = json.dumps(body | {"prompt": marker})[:-1].encode()
     headers = {"content-type": "application/json"}
     assert httpx.post(f"{url}/completions", content=broken, headers=headers).status_code == 400
