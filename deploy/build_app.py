@@ -12,8 +12,8 @@ from ray import serve
 
 from cluster import config as deploy_config
 from deploy.control_actor import ControlReplica
+from deploy.router_actor import RouterReplica
 from deploy.worker_actor import WorkerReplica
-from router.serve_app import RouterReplica
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
 def build(args: dict[str, Any]) -> Application:
     """Return the application that its arguments (see ``serve_config``) describe."""
-    tree, folder, cores_dir = args["config"], args["model_path"], args["cores_dir"]
+    tree, folder, run_dir = args["config"], args["model_path"], args["run_dir"]
     config = deploy_config.from_tree(tree)
     # The control plane's port is fixed, so it has to be where clients look for it.
     on_head = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}
-    control = _deployment(ControlReplica, "control", 1, on_head).bind(tree)
+    control = _deployment(ControlReplica, "control", 1, on_head).bind(tree, run_dir)
     pools = [
         _deployment(WorkerReplica, pool.name, pool.count, _actor_options(pool)).bind(
-            tree, pool.name, folder, cores_dir
+            tree, pool.name, folder, run_dir
         )
         for pool in config.pools
     ]
     router = _deployment(RouterReplica, "router", config.router.replicas, {"num_cpus": 0})
-    return router.bind(tree, folder, control, *pools)
+    return router.bind(tree, folder, run_dir, control, *pools)
 
 
 def _deployment(

@@ -7,13 +7,19 @@ from typing import Any
 from cluster import config as deploy_config
 from cluster.clock import SystemClock
 from cluster.control.server import ControlServer
+from deploy.cores import pin_process
+from deploy.logs import log_to_file, logs_dir
 
 
 class ControlReplica:
     """Hosts one ``ControlServer`` on the fixed control port."""
 
-    async def __init__(self, tree: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, tree: dict[str, Any], run_dir: str
+    ) -> None:
+        log_to_file(logs_dir(run_dir), "control")
         config = deploy_config.from_tree(tree)
+        pin_process(config.service_cores)
         self._server = ControlServer(config, SystemClock())
         await self._server.start(config.endpoints.host, config.endpoints.control_port)
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.clock import SystemClock
 from cluster.errors import StartupError
-from deploy.cores import pin_process
 from deploy.serve_config import APP_NAME, serve_config
 
 if TYPE_CHECKING:
@@ -52,10 +51,8 @@ class RayHost:
 
     def start(self) -> None:
         """Start Ray and Serve and hand Serve the config file's content."""
-        # Before Ray is imported: its processes inherit environment and cores of this one. Workers
-        # pin themselves to their own.
+        # Before Ray is imported: its processes inherit the environment of this one.
         os.environ.update(_RAY_ENVIRONMENT)
-        pin_process(self._config.service_cores)
         self._is_started = True
         try:
             self._start_ray()
@@ -88,7 +85,7 @@ class RayHost:
 
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         tree = serve_config(
-            self._config, model_path=str(self._model_path), cores_dir=str(self._state.cores_dir)
+            self._config, model_path=str(self._model_path), run_dir=str(self._state.folder)
         )
         serve.start(proxy_location=tree["proxy_location"])
         self._has_app = True
@@ -134,7 +131,7 @@ class RayHost:
             key=lambda path: path.stat().st_mtime,
         )
         told = [_plain(message), *(path.read_text(errors="replace") for path in logs[-1:])]
-        where = self._state.logs_dir / f"{deployment}.log"
+        where = self._state.logs_dir / f"{deployment}-failed.log"
         where.write_text("\n\n".join(told), encoding="utf-8")
         return StartupError(f"{deployment} failed to start: {_last_error(message)} (log: {where})")
 
@@ -145,8 +142,8 @@ class RayHost:
         return logs / "serve" if (logs / "serve").is_dir() else logs
 
     def where_logs(self) -> str:
-        """Name the folder of the replicas' logs."""
-        return f"logs: {self._log_dir}"
+        """Name the folders of our logs and of Serve's."""
+        return f"logs: {self._state.logs_dir}, Serve's: {self._log_dir}"
 
     def stop(self, timeout_s: float) -> None:
         """Shut Serve and Ray down, for ``timeout_s`` at most."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 APP_NAME = "pdserve"
 
 
-def serve_config(config: DeployConfig, *, model_path: str, cores_dir: str) -> dict[str, Any]:
+def serve_config(config: DeployConfig, *, model_path: str, run_dir: str) -> dict[str, Any]:
     """Return the Serve config file, as plain data, that deploys ``config``."""
     return {
         # The routers have doors of their own: see "Decisions" in the README.
@@ -25,7 +25,7 @@ def serve_config(config: DeployConfig, *, model_path: str, cores_dir: str) -> di
                 "args": {
                     "config": deploy_config.to_tree(config),
                     "model_path": model_path,
-                    "cores_dir": cores_dir,
+                    "run_dir": run_dir,
                 },
             }
         ],

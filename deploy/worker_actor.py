@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster import config as deploy_config
 from deploy import cores
+from deploy.logs import log_to_file, logs_dir
 from deploy.worker import Worker
 
 if TYPE_CHECKING:
@@ -22,19 +23,20 @@ class WorkerReplica:
     """Hosts one ``Worker``; Serve's calls never reach it, only Serve's health checks do."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, tree: dict[str, Any], pool_name: str, model_path: str, cores_dir: str
+        self, tree: dict[str, Any], pool_name: str, model_path: str, run_dir: str
     ) -> None:
         config = deploy_config.from_tree(tree)
         pool = config.pool(pool_name)
         self._lease: CoreLease = await asyncio.to_thread(
             cores.lease_cores,
-            Path(cores_dir),
+            Path(run_dir) / "cores",
             pool.name,
             pool.cores,
             pool.cores_per_worker,
             pool.count,
         )
         worker_id = f"{pool.name}-{self._lease.index}"
+        log_to_file(logs_dir(run_dir), worker_id)
         logger.info("worker=%s pid=%d cores=%s loading", worker_id, os.getpid(), self._lease.cores)
         self._worker = await asyncio.to_thread(
             Worker.build,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.utils import logging as hf_logging
 
 from cluster.clock import Clock, SystemClock
 from cluster.config import DeployConfig, PoolConfig, TransportKind
@@ -77,6 +78,8 @@ def load_parts(
     # First, so that memory and threads of the model come to be where they are used.
     pin_process(cores)
     keep_freed_memory()
+    # Nobody watches a worker's terminal.
+    hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(num_threads)
     device = torch.device(pool.device.value)
     loaded = load_model(model_path, dtype=pool.dtype, device=device)

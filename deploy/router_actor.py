@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 from cluster import config as deploy_config
+from deploy.cores import pin_process
+from deploy.logs import log_to_file, logs_dir
 from router.ingress import Ingress
 
 
@@ -17,9 +20,12 @@ class RouterReplica:
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, tree: dict[str, Any], model_path: str, *deployments: Any
+        self, tree: dict[str, Any], model_path: str, run_dir: str, *deployments: Any
     ) -> None:
-        self._ingress = Ingress(deploy_config.from_tree(tree), Path(model_path))
+        log_to_file(logs_dir(run_dir), f"router-{os.getpid()}")
+        config = deploy_config.from_tree(tree)
+        pin_process(config.service_cores)
+        self._ingress = Ingress(config, Path(model_path))
         await self._ingress.start()
 
     async def check_health(self) -> None:
