@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import re
@@ -36,6 +37,14 @@ _RAY_ENVIRONMENT = {
 }
 
 
+def load_ray() -> None:
+    """Import Ray and Serve, which takes a second; call it before a host is started."""
+    # First: Ray reads it when it is imported, and its processes inherit it.
+    os.environ.update(_RAY_ENVIRONMENT)
+    importlib.import_module("ray")
+    importlib.import_module("ray.serve")
+
+
 class RayHost:
     """A Ray cluster started for this process alone; it ends with it."""
 
@@ -51,9 +60,6 @@ class RayHost:
 
     def start(self) -> None:
         """Start Ray and Serve and hand Serve the config file's content."""
-        # Before Ray is imported: its processes inherit the environment of this one.
-        os.environ.update(_RAY_ENVIRONMENT)
-        self._is_started = True
         try:
             self._start_ray()
             self._start_serve()
@@ -65,6 +71,7 @@ class RayHost:
     def _start_ray(self) -> None:
         import ray
 
+        self._is_started = True
         gpus = sum(pool.gpus_per_worker * pool.count for pool in self._config.pools)
         ray.init(
             address="local",
@@ -168,12 +175,13 @@ def _ask_status(found: list[Any]) -> None:
 
 def _shut_down(has_app: bool) -> None:
     import ray
-    from ray import serve
 
     try:
         # Not serve.shutdown: it kills the controller in mid-call, which Ray then complains of. And
         # not without an app: Serve would start a Ray of its own to look for it.
         if has_app and ray.is_initialized():
+            from ray import serve
+
             serve.delete(APP_NAME)
     except Exception as error:
         logger.warning("Serve's app could not be deleted: %r", error)

@@ -28,7 +28,6 @@ from deploy.stop_signals import StopSignals
 from router.served import served_model
 
 if TYPE_CHECKING:
-    import threading
     from collections.abc import Sequence
     from pathlib import Path
 
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
 
 _READY_TIMEOUT_S = 180.0
 _POLL_S = 0.25
+_WATCH_S = 1.0
 _STOP_TIMEOUT_S = 6.0
 _CLEAR_TIMEOUT_S = 2.0
 
@@ -48,15 +48,25 @@ def serve(config: DeployConfig, *, is_once: bool, arguments: Sequence[str] = ())
     them. Raises StartupError with the reason and the remedy, or KeyboardInterrupt where it is told
     to stop before it serves; whatever was started is stopped first.
     """
-    began = time.monotonic()
     signals = StopSignals()
     signals.arm()
+    try:
+        return _serve(config, signals, is_once=is_once, arguments=arguments)
+    finally:
+        signals.disarm()
+
+
+def _serve(
+    config: DeployConfig, signals: StopSignals, *, is_once: bool, arguments: Sequence[str]
+) -> int:
+    began = time.monotonic()
     state = RunState(config.endpoints.control_port)
     check_machine(config, state=state)
     model = resolve_model(config.model.path, config.model.name)
     config = _completed(config, model.folder, model.name)
     check_memory(config, model.folder)
-    host = _host(config, model.folder, state)
+    with signals.held():
+        host = _host(config, model.folder, state)
     state.begin(_ports(config))
     keep_logs = True
     try:
@@ -67,7 +77,7 @@ def serve(config: DeployConfig, *, is_once: bool, arguments: Sequence[str] = ())
             if not is_once:
                 calls.print_calls(config, arguments)
                 _say("serving; stop with Ctrl-C")
-                _serve_until(signals.stopping, host)
+                _serve_until_told(host)
         finally:
             signals.disarm()
         keep_logs = False
@@ -80,6 +90,7 @@ def serve(config: DeployConfig, *, is_once: bool, arguments: Sequence[str] = ())
             raise
         raise StartupError(f"{error.message} ({host.where_logs()})") from error
     finally:
+        signals.disarm()
         _stop(host, state, keep_logs=keep_logs)
     return 0
 
@@ -113,8 +124,9 @@ def _host(config: DeployConfig, folder: Path, state: RunState) -> ClusterHost:
         from deploy.host_inline import InlineHost
 
         return InlineHost(config, model_path=folder)
-    from deploy.host_ray import RayHost
+    from deploy.host_ray import RayHost, load_ray
 
+    load_ray()
     return RayHost(config, model_path=folder, state=state)
 
 
@@ -133,8 +145,7 @@ def _start(config: DeployConfig, host: ClusterHost, signals: StopSignals) -> Non
                 f"not ready after {_READY_TIMEOUT_S:.0f} s: {missing}; see its log for what it "
                 "waits for, and start again with a smaller model or fewer workers"
             )
-        if signals.stopping.wait(_POLL_S):
-            raise KeyboardInterrupt
+        time.sleep(_POLL_S)
 
 
 def _missing(config: DeployConfig) -> str:
@@ -158,10 +169,11 @@ def _missing(config: DeployConfig) -> str:
     return "" if answer.status_code == httpx.codes.OK else f"not ready: {answer.text[:200]}"
 
 
-def _serve_until(stopping: threading.Event, host: ClusterHost) -> None:
-    """Serve until told to stop, which is how it is meant to end."""
+def _serve_until_told(host: ClusterHost) -> None:
+    """Serve until Ctrl-C, which is how it is meant to end."""
     try:
-        while not stopping.wait(1.0):
+        while True:
+            time.sleep(_WATCH_S)
             failure = host.failure()
             if failure is not None:
                 raise failure

@@ -1,5 +1,6 @@
 """The launcher around a host that does nothing: what is stopped, what is kept, what is said."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -27,7 +28,7 @@ def config():
 @pytest.fixture
 def signals():
     """Signals as they were, whatever the test leaves."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
     before = [signal.getsignal(number) for number in numbers]
     yield StopSignals()
     for number, handler in zip(numbers, before, strict=True):
@@ -112,17 +113,29 @@ def test_a_second_ctrl_c_does_not_cut_the_stop_short(run):
     assert host.is_stopped
 
 
-def test_a_signal_that_a_library_swallows_is_not_lost(run, monkeypatch):
+def test_a_signal_that_a_library_swallows_is_raised_again(run):
     def swallow():
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             interrupt()
-        except KeyboardInterrupt:
-            return
+        threading.Event().wait(60)
 
-    host = FakeHost(on_start=swallow)
-    monkeypatch.setattr(launch, "_missing", lambda config: "a worker")
     with pytest.raises(KeyboardInterrupt):
-        run(host)
+        run(FakeHost(on_start=swallow))
+
+
+def test_a_held_signal_is_raised_at_the_end(signals):
+    done = []
+
+    def import_something():
+        with signals.held():
+            interrupt()
+            done.append("whole")
+
+    signals.arm()
+    with pytest.raises(KeyboardInterrupt):
+        import_something()
+    signals.disarm()
+    assert done == ["whole"]
 
 
 @pytest.mark.parametrize("phase", ["start", "failure", "proof"])
@@ -191,7 +204,7 @@ def test_a_failed_deployment_writes_its_log(config, tmp_path):
     state = RunState(8123, root=tmp_path)
     state.logs_dir.mkdir(parents=True)
     error = RayHost(config, model_path=tmp_path, state=state)._failed("decode", "ValueError: x")
-    log = state.logs_dir / "decode.log"
+    log = state.logs_dir / "decode-failed.log"
     assert error.message == f"decode failed to start: ValueError: x (log: {log})"
     assert "ValueError: x" in log.read_text()
 

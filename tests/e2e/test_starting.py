@@ -156,7 +156,8 @@ def test_ctrl_c_ends_everything_in_any_phase(phase, starts, tiny_llama):
     assert time.monotonic() - told_at < STOP_S
     # The proof may be over before the signal arrives.
     assert ended_with in ({code, 0} if phase == "proof" else {code}), start.text()
-    assert "Traceback" not in start.text()
+    # A library that was cut short in a callback may say so before.
+    assert start.text().splitlines()[-1] == "stopping ..."
     start.assert_nothing_left()
     assert not start.state.folder.exists()
 
