@@ -158,7 +158,7 @@ class DeployConfig:
     pools: tuple[PoolConfig, ...]
     host: Host = Host.RAY
     service_cores: tuple[int, ...] = ()
-    """CPU cores of routers and control plane; empty: not pinned."""
+    """CPU cores of all that is no worker (routers, control plane, Ray); empty: not pinned."""
     transport: TransportKind = TransportKind.TORCH_DIST
     model: ModelConfig = field(default_factory=ModelConfig)
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)

@@ -14,6 +14,8 @@ from deploy.logs import log_to_file, logs_dir
 class ControlReplica:
     """Hosts one ``ControlServer`` on the fixed control port."""
 
+    _server: ControlServer | None = None
+
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, tree: dict[str, Any], run_dir: str
     ) -> None:
@@ -25,4 +27,5 @@ class ControlReplica:
 
     async def __del__(self) -> None:
         """Close the port first: in an update the next instance is waiting for it."""
-        await self._server.stop()
+        if self._server is not None:
+            await self._server.stop()

@@ -38,22 +38,25 @@ class CoreLease:
         self._lock.release()
 
 
-def pin_process(cores: Sequence[int]) -> None:
-    """Bind all threads of this process, and so what they start, to ``cores``; none: no binding.
+def pin_process(cores: Sequence[int], pid: int | None = None) -> None:
+    """Bind all threads of a process, and so what they start, to ``cores``; none: no binding.
+
+    Without ``pid`` it is this process.
 
     Raises StartupError where the machine doesn't let it.
     """
     if not cores:
         return
     # Linux pins threads, not processes: all those that are there, and with them their children.
-    for thread in Path("/proc/self/task").iterdir():
+    pid = os.getpid() if pid is None else pid
+    for thread in Path(f"/proc/{pid}/task").iterdir():
         try:
             os.sched_setaffinity(int(thread.name), cores)
         except ProcessLookupError:
             continue  # it ended meanwhile
         except OSError as error:
             raise StartupError(f"cannot pin to cores {tuple(cores)}: {error.strerror}") from error
-    logger.info("pid=%d cores=%s pinned", os.getpid(), tuple(cores))
+    logger.info("pid=%d cores=%s pinned", pid, tuple(cores))
 
 
 def lease_cores(

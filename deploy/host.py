@@ -18,6 +18,10 @@ class ClusterHost(Protocol):
         """
         ...
 
+    def settle(self) -> None:
+        """Do what is better done once all workers are up, and before the first request."""
+        ...
+
     def failure(self) -> StartupError | None:
         """Return why the cluster cannot become or stay ready, with its reason."""
         ...

@@ -51,6 +51,9 @@ class InlineHost:
         if self._failure is not None:
             raise self._failure
 
+    def settle(self) -> None:
+        """Do nothing: there is only this process."""
+
     def failure(self) -> StartupError | None:
         """Return why the loop ended, if it did."""
         return self._failure

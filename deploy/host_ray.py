@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.clock import SystemClock
 from cluster.errors import StartupError
+from deploy.cores import pin_process
 from deploy.serve_config import APP_NAME, serve_config
 
 if TYPE_CHECKING:
@@ -98,6 +100,19 @@ class RayHost:
         self._has_app = True
         client: Any = _get_global_client()
         client.deploy_apps(ServeDeploySchema.model_validate(tree))
+
+    def settle(self) -> None:
+        """Move Ray's own processes to the service cores: each burst of theirs is felt in a stream.
+
+        Not earlier, since starting takes every core there is. What Ray starts from now on inherits
+        it; workers, routers and control plane pin themselves, and are left alone.
+        """
+        every_core = os.sched_getaffinity(0)
+        for process in self._state.started():
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                if os.sched_getaffinity(process.pid) == every_core:
+                    pin_process(self._config.service_cores, process.pid)
+        pin_process(self._config.service_cores)
 
     def failure(self) -> StartupError | None:
         """Read Serve's status; a deployment that failed names its last error and its log."""

@@ -72,6 +72,7 @@ def _serve(
     try:
         try:
             _start(config, host, signals)
+            host.settle()
             _say(f"ready after {time.monotonic() - began:.1f} s; one request as a proof:\n")
             proof.prove(config)
             if not is_once:

@@ -19,6 +19,8 @@ class RouterReplica:
     app; nothing is ever called through them.
     """
 
+    _ingress: Ingress | None = None
+
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, tree: dict[str, Any], model_path: str, run_dir: str, *deployments: Any
     ) -> None:
@@ -30,8 +32,10 @@ class RouterReplica:
 
     async def check_health(self) -> None:
         """Raise where a door is not open; Serve then replaces this replica."""
+        assert self._ingress is not None, "Serve asks after the constructor"
         await self._ingress.check_health()
 
     async def __del__(self) -> None:
         """Close the doors and end what still runs."""
-        await self._ingress.stop()
+        if self._ingress is not None:
+            await self._ingress.stop()

@@ -22,12 +22,15 @@ logger = logging.getLogger(__name__)
 class WorkerReplica:
     """Hosts one ``Worker``; Serve's calls never reach it, only Serve's health checks do."""
 
+    _lease: CoreLease | None = None
+    _worker: Worker | None = None
+
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, tree: dict[str, Any], pool_name: str, model_path: str, run_dir: str
     ) -> None:
         config = deploy_config.from_tree(tree)
         pool = config.pool(pool_name)
-        self._lease: CoreLease = await asyncio.to_thread(
+        self._lease = await asyncio.to_thread(
             cores.lease_cores,
             Path(run_dir) / "cores",
             pool.name,
@@ -51,9 +54,12 @@ class WorkerReplica:
 
     async def check_health(self) -> None:
         """Fail once the worker has: Serve then replaces this process."""
+        assert self._worker is not None, "Serve asks after the constructor"
         self._worker.check_health()
 
     async def __del__(self) -> None:
-        """Leave the control plane, end every leg, stop the step thread."""
-        await self._worker.stop(grace_s=1.0)
-        self._lease.release()
+        """Leave the control plane, end every leg, stop the step thread; safe after any start."""
+        if self._worker is not None:
+            await self._worker.stop(grace_s=1.0)
+        if self._lease is not None:
+            self._lease.release()

@@ -3,10 +3,11 @@
 Four streams decode. The load is two callers in a closed loop: each sends a 512-token prompt, takes
 two tokens and sends the next, so that there is always one more prompt waiting. Two tokens, since
 one alone would end at the prefill worker: so each prompt's KV goes through the handoff and joins
-the streams' batch for a single step. A run alternates quiet and load, for a step takes longer as
-contexts grow, and so both meet the same ones; the value is the p99 of all inter-token gaps of the
-four streams that began under load, the reference the median of those that began in quiet. Gaps are
-the gRPC client's, between messages that carry tokens; the client shares the machine's two cores.
+the streams' batch for a single step. A run is several rounds of quiet, load, quiet, each with fresh
+streams, for a step takes longer as contexts grow, and so load and quiet meet the same ones. The
+value is the p99 of all inter-token gaps of the streams that began under load, the reference the
+median of those that began in quiet. Gaps are the gRPC client's, between messages that carry tokens;
+the client shares the machine's two cores.
 
 The bar is for the two-pool trial. Two colocated workers of one core each go through the same, in
 the same call of the command but in a cluster of their own, for comparison.
@@ -52,9 +53,10 @@ class IsolationSize:
     """Of each stream, before anything is measured."""
     num_callers: int = 2
     prompt_tokens: int = 512
-    num_rounds: int = 4
-    """A run's loads; each has quiet before it, and the last has quiet after it too."""
-    quiet_s: float = 2.5
+    num_rounds: int = 3
+    """Of a run, each with streams of its own."""
+    quiet_s: float = 2.0
+    """Before the load, and again after it."""
     load_s: float = 5.0
     num_runs: int = 3
 
@@ -97,19 +99,21 @@ def _measure(
 
 def _run(doors: Doors, size: IsolationSize, draw: random.Random) -> tuple[Run, int]:
     """Return one run and the number of prompts that were served under load."""
-    quiets, loads, served = [], [], 0
-    with _streams(doors, size, draw) as streams:
-        for _ in range(size.num_rounds):
-            quiets.append(_pass(size.quiet_s, streams))
+    quiet: list[float] = []
+    loaded: list[float] = []
+    served = 0
+    for _ in range(size.num_rounds):
+        with _streams(doors, size, draw) as streams:
+            before = _pass(size.quiet_s, streams)
             with _callers(doors, size, draw) as callers:
-                loads.append(_pass(size.load_s, [*streams, *callers]))
-            served += sum(caller.served for caller in callers)
-        quiets.append(_pass(size.quiet_s, streams))
+                load = _pass(size.load_s, [*streams, *callers])
+            after = _pass(size.quiet_s, streams)
+        served += sum(caller.served for caller in callers)
+        arrivals = [stream.arrivals for stream in streams]
+        quiet += gaps(arrivals, before) + gaps(arrivals, after)
+        loaded += gaps(arrivals, load)
     if served == 0:
         raise EngineFault("no prompt was served under load", stage="bench")
-    arrivals = [stream.arrivals for stream in streams]
-    quiet = [gap for window in quiets for gap in gaps(arrivals, window)]
-    loaded = [gap for window in loads for gap in gaps(arrivals, window)]
     if min(len(quiet), len(loaded)) < 2:
         raise EngineFault("too few tokens came to tell of gaps", stage="bench")
     return Run(percentile(loaded, 99) * 1e3, statistics.median(quiet) * 1e3), served

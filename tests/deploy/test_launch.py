@@ -46,6 +46,9 @@ class FakeHost:
     def start(self):
         self.on_start()
 
+    def settle(self):
+        pass
+
     def failure(self):
         return self.failures.pop(0) if self.failures else None
 
