@@ -87,7 +87,7 @@ def test_isolation_pools_the_gaps_of_all_streams_and_cancels_them(tmp_path):
     assert row.ratio > 1.5
     assert row.bar is None
     assert barred.holds is False
-    assert doors.prompts.count(64) == 2 * 3 * STREAMING.num_streams
+    assert doors.prompts.count(64) == 2 * 3 * STREAMING.num_rounds * STREAMING.num_streams
     assert doors.prompts.count(512) >= 6
 
 
