@@ -12,7 +12,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STUBS := build/stubs
-MARKERS := smollm clients faults slow gpu
+MARKERS := gpu smollm clients slow faults
 NO_INSTALL = { echo 'pdserve: the environment is not whole, for the reason above. Without a' \
 	'network, point pip to what you have (PIP_INDEX_URL, PIP_PROXY, PIP_FIND_LINKS, or TORCH' \
 	'and TORCH_INDEX for torch alone), then run the same command again.' >&2; exit 1; }
