@@ -1,5 +1,6 @@
 """Shared by the end-to-end tests: the tiny model, and one cluster on Ray for the session."""
 
+import dataclasses
 import os
 
 import pytest
@@ -22,5 +23,6 @@ def on_ray(tiny_llama, tmp_path_factory):
     usable = sorted(os.sched_getaffinity(0))
     cores = (usable[0], usable[-1])  # one for each worker of a pool
     config = with_router_replicas(make_config(tiny_llama, pools, cores=cores), 2)
+    config = dataclasses.replace(config, service_cores=cores[:1])
     with ray_cluster(config, tmp_path_factory.mktemp("on-ray")) as cluster:
         yield cluster

@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from cluster import errors
 from cluster.control.status import get_cluster
 from deploy.client import Client
+from deploy.run_state import RunState
 from tests.e2e import reference
 from tests.e2e.plain_cluster import free_ports
 from tests.e2e.ray_cluster import PDSERVE
@@ -245,6 +246,15 @@ def test_workers_are_pinned_to_their_pools_cores(on_ray):
         assert {frozenset(os.sched_getaffinity(thread.id)) for thread in threads} == {
             frozenset({core})
         }, worker.worker_id
+
+
+def test_all_that_is_no_worker_is_on_the_service_cores(on_ray):
+    """Routers, control plane and Ray's own processes leave the workers' cores alone."""
+    workers = {w.worker.pid for w in view_of(on_ray).workers}
+    others = {p.pid for p in RunState(on_ray.config.endpoints.control_port).started()} - workers
+    cores = set(on_ray.config.service_cores)
+    assert len(others) > 5
+    assert {pid for pid in others if os.sched_getaffinity(pid) != cores} == set()
 
 
 def test_one_process_proves_itself_and_ends(tiny_llama):
