@@ -31,18 +31,34 @@ class LegKind(enum.Enum):
 class SamplingParams:
     """How tokens are chosen and where a choice ends, checked at the edge.
 
-    ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 are off. ``seed`` is never missing:
-    the router mints one. ``stop`` strings are matched in the router only.
+    ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1, ``min_p`` 0, penalties 0 and a
+    ``repetition_penalty`` of 1 are off. ``seed`` is never missing: the router mints one. ``stop``
+    strings are matched in the router only.
     """
 
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     seed: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_tokens: int = 0
+    """No end token is drawn, and no stop string matched, before so many output tokens."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that are in the output (OpenAI's definition)."""
+    frequency_penalty: float = 0.0
+    """Subtracted as often as the token is in the output (OpenAI's definition)."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in prompt or output."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, added to its logit), by token id."""
+    num_logprobs: int | None = None
+    """Best tokens told with each output token; None: no logprobs, 0: the chosen one's only."""
+    prompt_logprobs: bool = False
+    """Also for the prompt's own tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,12 +117,25 @@ class Leg:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position, under the model's own distribution: before temperature,
+    penalties and bias."""
+
+    logprob: float
+    """Of the token that was chosen."""
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, log-probability), best first."""
+
+
+@dataclass(frozen=True, slots=True)
 class Token:
     """One output token of a leg; repeats and old attempts are dropped by the router."""
 
     key: LegKey
     output_index: int
     token_id: int
+    logprobs: TokenLogprobs | None = None
+    """Set where the request asked for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,3 +150,30 @@ class LegEnd:
     finish_reason: FinishReason | None = None
     error: PdserveError | None = None
     times: LegTimes = field(default_factory=LegTimes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportWaiting:
+    """A handoff of a PREFILL leg failed, and its KV is kept: the leg goes on by a ``Redirect``.
+
+    ``error`` says why, ``lease_s`` for how long the export waits. Without a redirect in that time
+    the leg ends, with the KV gone.
+    """
+
+    key: LegKey
+    handoff_id: str
+    error: PdserveError
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Redirect:
+    """Pass the export of the PREFILL leg ``key`` to ``peer``, by handoff ``handoff_id``.
+
+    The decode worker gets its DECODE leg under the same key.
+    """
+
+    key: LegKey
+    grant_id: str
+    handoff_id: str
+    peer: Peer

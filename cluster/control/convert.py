@@ -19,6 +19,7 @@ _MAX_SECONDS = 1e7
 
 def want_to_wire(want: facts.Want) -> pb.Want:
     """Return the message for a want."""
+    export = want.export
     return pb.Want(
         request_id=want.request_id,
         attempt=want.attempt,
@@ -28,6 +29,11 @@ def want_to_wire(want: facts.Want) -> pb.Want:
         remaining_s=want.remaining_s,
         avoid=want.avoid,
         is_resent=want.is_resent,
+        export=None
+        if export is None
+        else pb.ExportRef(
+            grant_id=export.grant_id, worker_id=export.worker_id, incarnation=export.incarnation
+        ),
     )
 
 
@@ -42,6 +48,15 @@ def want_from_wire(message: pb.Want) -> facts.Want:
         remaining_s=_seconds("remaining_s", message.remaining_s),
         avoid=tuple(message.avoid),
         is_resent=message.is_resent,
+        export=_export_from_wire(message.export) if message.HasField("export") else None,
+    )
+
+
+def _export_from_wire(message: pb.ExportRef) -> facts.ExportRef:
+    return facts.ExportRef(
+        grant_id=_name("export.grant_id", message.grant_id),
+        worker_id=_name("export.worker_id", message.worker_id),
+        incarnation=_name("export.incarnation", message.incarnation),
     )
 
 
@@ -174,6 +189,8 @@ def report_to_wire(report: facts.WorkerReport) -> pb.WorkerReport:
             free=report.blocks.free,
             held=report.blocks.held,
             importing=report.blocks.importing,
+            cached=report.blocks.cached,
+            fenced=report.blocks.fenced,
         ),
         num_running=report.num_running,
         num_waiting=report.num_waiting,
@@ -201,7 +218,13 @@ def report_from_wire(message: pb.WorkerReport) -> facts.WorkerReport:
     """Read a report."""
     blocks = message.blocks
     return facts.WorkerReport(
-        blocks=facts.BlockCounts(free=blocks.free, held=blocks.held, importing=blocks.importing),
+        blocks=facts.BlockCounts(
+            free=blocks.free,
+            held=blocks.held,
+            importing=blocks.importing,
+            cached=blocks.cached,
+            fenced=blocks.fenced,
+        ),
         num_running=message.num_running,
         num_waiting=message.num_waiting,
         num_transferring=message.num_transferring,

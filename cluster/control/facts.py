@@ -27,13 +27,25 @@ class Health(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExportRef:
+    """An export that waits under its lease: prefilled KV without a decode worker."""
+
+    grant_id: str
+    """Of its PREFILL leg."""
+    worker_id: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Want:
     """A request asks to be placed. ``(request_id, attempt)`` names it."""
 
     request_id: str
     attempt: int
     num_prompt_tokens: int
+    """Tokens to prefill: a resumed request's output so far is among them."""
     max_tokens: int
+    """Output tokens that may still come."""
     waited_s: float
     """Already waited, on earlier streams or in earlier attempts."""
     remaining_s: float
@@ -42,6 +54,9 @@ class Want:
     """Incarnations that this request must not be placed on."""
     is_resent: bool = False
     """Sent again on a new stream: it was let into the queue before."""
+    export: ExportRef | None = None
+    """Its KV is computed: only a decode worker is wanted, before all fresh requests. The grant
+    names the export's worker as ``prefill``, and the new handoff."""
 
 
 # ---- control plane -> router
@@ -100,6 +115,8 @@ class BlockCounts:
     free: int
     held: int = 0
     importing: int = 0
+    cached: int = 0
+    fenced: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

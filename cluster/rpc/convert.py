@@ -9,7 +9,19 @@ from __future__ import annotations
 from cluster.errors import BY_CODE, InvalidRequest, PdserveError
 from cluster.handoff import AbortCause
 from cluster.lifetime import LegTimes
-from cluster.request import FinishReason, Leg, LegEnd, LegKey, LegKind, Peer, SamplingParams, Token
+from cluster.request import (
+    ExportWaiting,
+    FinishReason,
+    Leg,
+    LegEnd,
+    LegKey,
+    LegKind,
+    Peer,
+    Redirect,
+    SamplingParams,
+    Token,
+    TokenLogprobs,
+)
 from cluster.wire import worker_pb2 as wire
 
 _KIND_TO_WIRE = {
@@ -72,21 +84,12 @@ def cause_from_wire(value: wire.AbortCause.ValueType) -> AbortCause:
 
 def leg_to_wire(leg: Leg) -> wire.Leg:
     """Return ``leg`` as a message; stop strings stay in the router."""
-    params = leg.params
     return wire.Leg(
         key=key_to_wire(leg.key),
         kind=_KIND_TO_WIRE[leg.kind],
         prompt_ids=leg.prompt_ids,
         output_ids=leg.output_ids,
-        params=wire.SamplingParams(
-            max_tokens=params.max_tokens,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            seed=params.seed,
-            stop_token_ids=params.stop_token_ids,
-            ignore_eos=params.ignore_eos,
-        ),
+        params=_params_to_wire(leg.params),
         remaining_s=leg.remaining_s,
         grant_id=leg.grant_id,
         handoff_id=leg.handoff_id,
@@ -99,21 +102,12 @@ def leg_from_wire(message: wire.Leg) -> Leg:
     kind = _KIND_FROM_WIRE.get(message.kind)
     if kind is None:
         raise InvalidRequest(f"unknown kind of leg: {message.kind}", field="kind")
-    params = message.params
     return Leg(
         key=key_from_wire(message.key),
         kind=kind,
         prompt_ids=tuple(message.prompt_ids),
         output_ids=tuple(message.output_ids),
-        params=SamplingParams(
-            max_tokens=params.max_tokens,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            seed=params.seed,
-            stop_token_ids=tuple(params.stop_token_ids),
-            ignore_eos=params.ignore_eos,
-        ),
+        params=_params_from_wire(message.params),
         remaining_s=message.remaining_s,
         grant_id=message.grant_id,
         handoff_id=message.handoff_id,
@@ -121,16 +115,121 @@ def leg_from_wire(message: wire.Leg) -> Leg:
     )
 
 
+def _params_to_wire(params: SamplingParams) -> wire.SamplingParams:
+    message = wire.SamplingParams(
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        seed=params.seed,
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+        min_tokens=params.min_tokens,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        prompt_logprobs=params.prompt_logprobs,
+        logit_bias=[
+            wire.LogitBias(token_id=token_id, bias=bias) for token_id, bias in params.logit_bias
+        ],
+    )
+    if params.num_logprobs is not None:
+        message.num_logprobs = params.num_logprobs
+    return message
+
+
+def _params_from_wire(message: wire.SamplingParams) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=message.max_tokens,
+        temperature=message.temperature,
+        top_p=message.top_p,
+        top_k=message.top_k,
+        min_p=message.min_p,
+        seed=message.seed,
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        min_tokens=message.min_tokens,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        repetition_penalty=message.repetition_penalty,
+        logit_bias=tuple((entry.token_id, entry.bias) for entry in message.logit_bias),
+        num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs,
+    )
+
+
 def token_to_wire(token: Token) -> wire.Token:
     """Return ``token`` as a message."""
     return wire.Token(
-        key=key_to_wire(token.key), output_index=token.output_index, token_id=token.token_id
+        key=key_to_wire(token.key),
+        output_index=token.output_index,
+        token_id=token.token_id,
+        logprobs=_logprobs_to_wire(token.logprobs) if token.logprobs is not None else None,
     )
 
 
 def token_from_wire(message: wire.Token) -> Token:
     """Return the token that ``message`` carries."""
-    return Token(key_from_wire(message.key), message.output_index, message.token_id)
+    return Token(
+        key_from_wire(message.key),
+        message.output_index,
+        message.token_id,
+        _logprobs_from_wire(message.logprobs) if message.HasField("logprobs") else None,
+    )
+
+
+def _logprobs_to_wire(logprobs: TokenLogprobs) -> wire.TokenLogprobs:
+    return wire.TokenLogprobs(
+        logprob=logprobs.logprob,
+        top=[wire.TopLogprob(token_id=i, logprob=value) for i, value in logprobs.top],
+    )
+
+
+def _logprobs_from_wire(message: wire.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(
+        message.logprob, tuple((entry.token_id, entry.logprob) for entry in message.top)
+    )
+
+
+def waiting_to_wire(waiting: ExportWaiting) -> wire.ExportWaiting:
+    """Return ``waiting`` as a message."""
+    return wire.ExportWaiting(
+        key=key_to_wire(waiting.key),
+        handoff_id=waiting.handoff_id,
+        error=error_to_wire(waiting.error),
+        lease_s=waiting.lease_s,
+    )
+
+
+def waiting_from_wire(message: wire.ExportWaiting) -> ExportWaiting:
+    """Return the notice that ``message`` carries."""
+    return ExportWaiting(
+        key=key_from_wire(message.key),
+        handoff_id=message.handoff_id,
+        error=error_from_wire(message.error),
+        lease_s=message.lease_s,
+    )
+
+
+def redirect_to_wire(redirect: Redirect) -> wire.Redirect:
+    """Return ``redirect`` as a message."""
+    return wire.Redirect(
+        key=key_to_wire(redirect.key),
+        grant_id=redirect.grant_id,
+        handoff_id=redirect.handoff_id,
+        peer=peer_to_wire(redirect.peer),
+    )
+
+
+def redirect_from_wire(message: wire.Redirect) -> Redirect:
+    """Return the redirect; raises InvalidRequest where its peer is incomplete."""
+    return Redirect(
+        key=key_from_wire(message.key),
+        grant_id=message.grant_id,
+        handoff_id=message.handoff_id,
+        peer=peer_from_wire(message.peer),
+    )
 
 
 def error_to_wire(error: PdserveError) -> wire.Error:

@@ -54,6 +54,7 @@ class Want(_message.Message):
     REMAINING_S_FIELD_NUMBER: _builtins.int
     AVOID_FIELD_NUMBER: _builtins.int
     IS_RESENT_FIELD_NUMBER: _builtins.int
+    EXPORT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     num_prompt_tokens: _builtins.int
@@ -68,6 +69,10 @@ class Want(_message.Message):
     def avoid(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """incarnations this request must not be placed on"""
 
+    @_builtins.property
+    def export(self) -> Global___ExportRef:
+        """its KV is there already: only a decode worker is wanted"""
+
     def __init__(
         self,
         *,
@@ -79,14 +84,45 @@ class Want(_message.Message):
         remaining_s: _builtins.float = ...,
         avoid: _abc.Iterable[_builtins.str] | None = ...,
         is_resent: _builtins.bool = ...,
+        export: Global___ExportRef | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_export", b"_export", "export", b"export"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_export", b"_export", "attempt", b"attempt", "avoid", b"avoid", "export", b"export", "is_resent", b"is_resent", "max_tokens", b"max_tokens", "num_prompt_tokens", b"num_prompt_tokens", "remaining_s", b"remaining_s", "request_id", b"request_id", "waited_s", b"waited_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__export: _TypeAlias = _typing.Literal["export"]  # noqa: Y015
+    _WhichOneofArgType__export: _TypeAlias = _typing.Literal["_export", b"_export"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__export) -> _WhichOneofReturnType__export | None: ...
+
+Global___Want: _TypeAlias = Want  # noqa: Y015
+
+@_typing.final
+class ExportRef(_message.Message):
+    """An export that waits under its lease on a prefill worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GRANT_ID_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    grant_id: _builtins.str
+    """of the prefill leg"""
+    worker_id: _builtins.str
+    incarnation: _builtins.str
+    def __init__(
+        self,
+        *,
+        grant_id: _builtins.str = ...,
+        worker_id: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "avoid", b"avoid", "is_resent", b"is_resent", "max_tokens", b"max_tokens", "num_prompt_tokens", b"num_prompt_tokens", "remaining_s", b"remaining_s", "request_id", b"request_id", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grant_id", b"grant_id", "incarnation", b"incarnation", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Want: _TypeAlias = Want  # noqa: Y015
+Global___ExportRef: _TypeAlias = ExportRef  # noqa: Y015
 
 @_typing.final
 class CancelWant(_message.Message):
@@ -534,19 +570,25 @@ class Blocks(_message.Message):
     FREE_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
     IMPORTING_FIELD_NUMBER: _builtins.int
+    CACHED_FIELD_NUMBER: _builtins.int
+    FENCED_FIELD_NUMBER: _builtins.int
     free: _builtins.int
     held: _builtins.int
     importing: _builtins.int
+    cached: _builtins.int
+    fenced: _builtins.int
     def __init__(
         self,
         *,
         free: _builtins.int = ...,
         held: _builtins.int = ...,
         importing: _builtins.int = ...,
+        cached: _builtins.int = ...,
+        fenced: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["free", b"free", "held", b"held", "importing", b"importing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "fenced", b"fenced", "free", b"free", "held", b"held", "importing", b"importing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
