@@ -1,24 +1,40 @@
 """Who owns which KV block of one worker: the one place where blocks change hands.
 
-    free ──allocate──▶ held by a holder ──release──▶ free
-      │                     ▲      └──rename──▶ held by another holder
-      └──reserve──▶ importing(handoff, key) ──adopt──┘
-                        └──cancel──▶ free
+    free ──allocate──▶ held by its holders ──the last one lets go──▶ free, or cached
+      │                 ▲      │    ▲                                  where it can be found
+      │                 │    share, └─────allocate(prefix=...)──────── cached ──evicted──▶ free
+      │                 │    rename
+      └─reserve─▶ importing(handoff, key) ──cancel──▶ free
+                    adopt
+
+    held or importing ──fence──▶ fenced ──unfence──▶ free
 
 A holder is a sequence's key, or ``("export", handoff_id)`` for KV that waits for its decode
-worker. Every block is in exactly one of these places; ``check`` proves it. The step thread, the
-event loop and link threads all come here, so every method takes ``lock``; whoever must look and
-then act holds ``lock`` around both.
+worker. A held block may have several holders, each of which has it once; all of them only read
+it, for none is shared before it is full (``cluster.engine.prefix_reuse`` says why that holds).
+Importing and fenced blocks are nobody's: fenced is what something may still read or write though
+its holder is gone. Cached blocks have no holder and keep their KV until somebody needs the room,
+the ones unused for longest going first.
+
+Every block is in exactly one of these states; ``check`` proves it. The step thread, the event
+loop and link threads all come here, so every method takes ``lock``; whoever must look and then act
+holds ``lock`` around both.
 """
 
 from __future__ import annotations
 
-import collections
 import threading
-from collections.abc import Callable, Hashable
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from cluster.kv.fences import Fences
+from cluster.kv.pool_audit import PoolBooks, check_books
 from cluster.request import LegKey
+
+if TYPE_CHECKING:
+    from cluster.kv.prefix_index import PrefixIndex
 
 Holder = Hashable
 """A sequence's ``LegKey``, or ``("export", handoff_id)``."""
@@ -35,6 +51,8 @@ class BlockCounts:
     free: int
     held: int
     importing: int
+    cached: int = 0
+    fenced: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +62,22 @@ class _Import:
 
 
 class BlockPool:
-    """The blocks of one worker: free + held + importing = ``num_blocks``, no block twice."""
+    """The blocks of one worker: free + cached + held + importing + fenced = ``num_blocks``."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, prefix: PrefixIndex | None = None) -> None:
+        """Without ``prefix`` no block is ever found again, so that none is cached."""
         if num_blocks < 1:
             raise ValueError(f"a pool needs at least one block, got {num_blocks}")
         self.lock = threading.RLock()
+        self.prefix = prefix
         self._num_blocks = num_blocks
         # Taken from the end: block 0 first, later the one that was freed last, which is warm.
         self._free = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # longest unused first
         self._held: dict[Holder, list[int]] = {}
+        self._num_holders: dict[int, int] = {}
         self._importing: dict[str, _Import] = {}
+        self._fences = Fences()
         self._num_set_aside = 0
         self._subscribers: tuple[Callable[[], None], ...] = ()
 
@@ -65,11 +88,14 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody owns; may change at once unless the caller holds ``lock``."""
-        return len(self._free)
+        """Blocks that ``allocate`` can give out, cached ones included.
+
+        May change at once unless the caller holds ``lock``.
+        """
+        return len(self._free) + len(self._cached)
 
     def subscribe(self, on_free: Callable[[], None]) -> Callable[[], None]:
-        """Call ``on_free`` whenever blocks became free; returns a function that ends it.
+        """Call ``on_free`` whenever blocks can be given out again; the result ends it.
 
         It runs after the method that freed them gave up its hold of ``lock``, on whichever
         thread that was, so it may only wake somebody.
@@ -83,23 +109,51 @@ class BlockPool:
 
         return unsubscribe
 
-    def allocate(self, num_blocks: int, holder: Holder) -> list[int] | None:
-        """Append free blocks to the holder's and return them; None, and nothing taken, if short."""
+    # ---- held blocks
+
+    def allocate(
+        self, num_blocks: int, holder: Holder, *, prefix: Sequence[int] = (), num_spare: int = 0
+    ) -> list[int] | None:
+        """Append blocks to the holder's and return them; None, and nothing taken, if short.
+
+        ``prefix`` are blocks that were just found by their prefix (hold ``lock`` around both):
+        the holder, which has none yet, begins with these. It is short as well where fewer than
+        ``num_spare`` blocks could be given out after that.
+        """
         with self.lock:
-            if num_blocks > len(self._free):
+            num_woken = sum(block_id in self._cached for block_id in prefix)
+            if num_blocks + num_woken + num_spare > self.num_free:
                 return None
-            block_ids = self._take(num_blocks)
-            if block_ids:
-                self._held.setdefault(holder, []).extend(block_ids)
+            self._check_prefix(prefix, holder)
+            # The prefix first: what is evicted for the rest must not be part of it.
+            for block_id in prefix:
+                self._cached.pop(block_id, None)
+            block_ids = [*prefix, *self._take(num_blocks)]
+            self._hold(holder, block_ids)
             return block_ids
+
+    def share(self, old: Holder, block_ids: Sequence[int], new: Holder) -> None:
+        """Make ``new`` one more holder of blocks that ``old`` holds and nobody writes any more.
+
+        They are appended to those that ``new`` has. Raises OwnershipError where ``old`` does not
+        hold one of them, or ``new`` does.
+        """
+        with self.lock:
+            theirs, mine = set(self._held.get(old, ())), set(self._held.get(new, ()))
+            if len(set(block_ids)) != len(block_ids) or not theirs.issuperset(block_ids):
+                raise OwnershipError(f"{old} does not hold all of {list(block_ids)}")
+            if not mine.isdisjoint(block_ids):
+                raise OwnershipError(f"{new} holds some of {list(block_ids)} already")
+            self._hold(new, block_ids)
 
     def take_over(self, victim: Holder, num_blocks: int, holder: Holder) -> list[int] | None:
         """Free all blocks of ``victim`` and allocate to ``holder``, with nobody in between.
 
-        None where even these are too few; the victim's blocks are free then.
+        Blocks that others hold too stay theirs. None where what is left is too little; the
+        victim has no blocks then.
         """
         with self.lock:
-            self._give_back(self._held.pop(victim, ()))
+            self._let_go(self._held.pop(victim, ()))
             block_ids = self.allocate(num_blocks, holder)
         self._tell()
         return block_ids
@@ -110,10 +164,13 @@ class BlockPool:
             return tuple(self._held.get(holder, ()))
 
     def release(self, holder: Holder) -> int:
-        """Free all blocks of the holder and return how many; an unknown holder has none."""
+        """Take the holder from its blocks and return how many it had; an unknown one has none.
+
+        A block that nobody else holds is free then, or cached where it can be found.
+        """
         with self.lock:
             block_ids = self._held.pop(holder, [])
-            self._give_back(block_ids)
+            self._let_go(block_ids)
         if block_ids:
             self._tell()
         return len(block_ids)
@@ -128,6 +185,20 @@ class BlockPool:
                 raise OwnershipError(f"{new} already holds blocks")
             self._held[new] = self._held.pop(old)
 
+    def register(self, holder: Holder, first: int, digests: Sequence[bytes]) -> None:
+        """Make the holder's blocks from index ``first`` on findable: they are full and computed.
+
+        Nothing happens in a pool without a prefix index.
+        """
+        if self.prefix is None:
+            return
+        with self.lock:
+            block_ids = self._held[holder][first : first + len(digests)]
+            for digest, block_id in zip(digests, block_ids, strict=True):
+                self.prefix.put(digest, block_id)
+
+    # ---- importing blocks
+
     def reserve(self, num_blocks: int, handoff_id: str, key: LegKey) -> list[int] | None:
         """Take free blocks for KV that will come by a handoff; None, and nothing taken, if short.
 
@@ -136,7 +207,7 @@ class BlockPool:
         with self.lock:
             if handoff_id in self._importing:
                 raise OwnershipError(f"handoff {handoff_id} has its reservation")
-            if num_blocks > len(self._free) - self._num_set_aside:
+            if num_blocks > self.num_free - self._num_set_aside:
                 return None
             block_ids = self._take(num_blocks)
             self._importing[handoff_id] = _Import(key, tuple(block_ids))
@@ -155,8 +226,7 @@ class BlockPool:
             if entry.key in self._held:
                 raise OwnershipError(f"{entry.key} already holds blocks")
             del self._importing[handoff_id]
-            if entry.block_ids:
-                self._held[entry.key] = list(entry.block_ids)
+            self._hold(entry.key, entry.block_ids)
             return list(entry.block_ids)
 
     def cancel(self, handoff_id: str) -> int:
@@ -168,6 +238,43 @@ class BlockPool:
         if block_ids:
             self._tell()
         return len(block_ids)
+
+    # ---- fenced blocks
+
+    def fence(self, holder: Holder) -> int:
+        """Take the holder from its blocks, and give them to nobody before ``unfence(result)``.
+
+        For a holder that is gone while something may still read or write what it held. Blocks
+        that others hold stay theirs, and are fenced when those let go.
+        """
+        with self.lock:
+            block_ids = self._held.pop(holder, [])
+            token = self._fences.put(block_ids)
+            self._let_go(block_ids)
+            return token
+
+    def fence_import(self, handoff_id: str) -> int:
+        """End a reservation like ``cancel``, but keep its blocks from everybody as ``fence`` does.
+
+        For a sender that writes into the blocks itself and has not been heard to stop.
+        """
+        with self.lock:
+            entry = self._importing.pop(handoff_id, None)
+            block_ids = entry.block_ids if entry is not None else ()
+            token = self._fences.put(block_ids)
+            self._give_back(block_ids)
+            return token
+
+    def unfence(self, token: int) -> int:
+        """End a fence and return how many blocks became free by it; an ended one: 0."""
+        with self.lock:
+            bare = self._fences.lift(token)
+            self._give_back(bare)
+        if bare:
+            self._tell()
+        return len(bare)
+
+    # ---- for everybody
 
     def set_aside(self, num_blocks: int) -> None:
         """Leave this many free blocks to sequences that already started; replaces the last call.
@@ -186,37 +293,80 @@ class BlockPool:
         with self.lock:
             return BlockCounts(
                 free=len(self._free),
-                held=sum(map(len, self._held.values())),
+                held=len(self._num_holders),
                 importing=sum(len(entry.block_ids) for entry in self._importing.values()),
+                cached=len(self._cached),
+                fenced=len(self._fences.fenced),
             )
 
     def check(self) -> None:
-        """Prove that every block is in exactly one place; raises AssertionError naming those not.
+        """Prove that every block is in exactly one state and every holder is counted.
 
-        Used when a worker is idle and at the end of tests.
+        Raises AssertionError that names what is wrong. Used when a worker is idle and at the end
+        of tests.
         """
         with self.lock:
-            places: dict[int, list[str]] = collections.defaultdict(list)
-            for block_id in self._free:
-                places[block_id].append("free")
-            for holder, block_ids in self._held.items():
-                for block_id in block_ids:
-                    places[block_id].append(f"held by {holder}")
-            for handoff_id, entry in self._importing.items():
-                for block_id in entry.block_ids:
-                    places[block_id].append(f"importing {handoff_id}")
-            wrong = {b: places[b] for b in range(self._num_blocks) if len(places[b]) != 1}
-            strangers = sorted(places.keys() - set(range(self._num_blocks)))
-        if wrong or strangers:
-            raise AssertionError(f"blocks not in exactly one place: {wrong}; unknown: {strangers}")
+            check_books(
+                PoolBooks(
+                    num_blocks=self._num_blocks,
+                    free=self._free,
+                    cached=self._cached,
+                    held=self._held,
+                    num_holders=self._num_holders,
+                    importing={h: entry.block_ids for h, entry in self._importing.items()},
+                    fenced=self._fences.fenced,
+                    fences=self._fences.blocks(),
+                    findable=self.prefix.block_ids() if self.prefix is not None else frozenset(),
+                )
+            )
 
     def _take(self, num_blocks: int) -> list[int]:
         if num_blocks < 0:
             raise ValueError(f"cannot take {num_blocks} blocks")
-        return [self._free.pop() for _ in range(num_blocks)]
+        return [self._free.pop() if self._free else self._evict() for _ in range(num_blocks)]
 
-    def _give_back(self, block_ids: list[int] | tuple[int, ...]) -> None:
-        self._free.extend(reversed(block_ids))
+    def _evict(self) -> int:
+        block_id, _ = self._cached.popitem(last=False)
+        self._forget(block_id)
+        return block_id
+
+    def _hold(self, holder: Holder, block_ids: Sequence[int]) -> None:
+        if block_ids:
+            self._held.setdefault(holder, []).extend(block_ids)
+        for block_id in block_ids:
+            self._num_holders[block_id] = self._num_holders.get(block_id, 0) + 1
+
+    def _let_go(self, block_ids: Sequence[int]) -> None:
+        bare = []
+        for block_id in block_ids:
+            self._num_holders[block_id] -= 1
+            if not self._num_holders[block_id]:
+                del self._num_holders[block_id]
+                bare.append(block_id)
+        self._give_back(bare)
+
+    def _give_back(self, block_ids: Sequence[int]) -> None:
+        """Put blocks that nobody holds any more where they belong; given in their tokens' order."""
+        # The end of a chain is of no use without its beginning, so it shall be evicted first.
+        for block_id in reversed(block_ids):
+            if block_id in self._fences:
+                self._forget(block_id)
+                self._fences.fenced.add(block_id)
+            elif self.prefix is not None and block_id in self.prefix:
+                self._cached[block_id] = None
+            else:
+                self._free.append(block_id)
+
+    def _forget(self, block_id: int) -> None:
+        if self.prefix is not None:
+            self.prefix.forget(block_id)
+
+    def _check_prefix(self, prefix: Sequence[int], holder: Holder) -> None:
+        if prefix and holder in self._held:
+            raise OwnershipError(f"{holder} already holds blocks")
+        for block_id in prefix:
+            if self.prefix is None or block_id not in self.prefix:
+                raise OwnershipError(f"block {block_id} is not to be found by any prefix")
 
     def _tell(self) -> None:
         for on_free in self._subscribers:

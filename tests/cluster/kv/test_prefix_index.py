@@ -1,0 +1,97 @@
+"""A block's name says everything its KV depends on, and nothing else."""
+
+import struct
+
+import pytest
+
+from cluster.kv.prefix_index import PrefixIndex
+from tests.factories import BLOCK_SIZE, make_prefix_index
+
+KEY = b"0123456789abcdef"
+IDS = list(range(100, 100 + 3 * BLOCK_SIZE))
+
+
+def names(index: PrefixIndex, token_ids=IDS, tenant: str = "a") -> list[bytes]:
+    digests: list[bytes] = []
+    index.extend(digests, tenant, token_ids)
+    return digests
+
+
+def test_each_full_block_has_one_name_and_a_partly_filled_one_has_none():
+    index = make_prefix_index()
+    assert [len(names(index, IDS[:n])) for n in (0, 3, 4, 5, 8, 11, 12)] == [0, 0, 1, 1, 2, 2, 3]
+
+
+def test_names_do_not_depend_on_how_they_were_asked_for():
+    index = make_prefix_index()
+    digests = names(index, IDS[:BLOCK_SIZE])
+    index.extend(digests, "a", IDS[BLOCK_SIZE:])
+    assert digests == names(index)
+
+
+@pytest.mark.parametrize("changed", [0, 1, 2])
+def test_a_changed_token_renames_its_block_and_all_behind_it(changed):
+    index = make_prefix_index()
+    other = list(IDS)
+    other[changed * BLOCK_SIZE] += 1
+    is_same = [a == b for a, b in zip(names(index), names(index, other), strict=True)]
+    assert is_same == [block < changed for block in range(3)]
+
+
+def test_tenant_model_block_size_and_key_all_take_part():
+    """P-18, S-12: none of them can be traded for another, so no two cases share a name."""
+    kinds = [
+        (KEY, "model", BLOCK_SIZE, "a"),
+        (KEY, "model", BLOCK_SIZE, "b"),
+        (KEY, "model", BLOCK_SIZE, ""),
+        (KEY, "modela", BLOCK_SIZE, ""),
+        (KEY, "mode", BLOCK_SIZE, "la"),
+        (KEY, "lamodel", BLOCK_SIZE, ""),
+        (KEY, "model", 2, "a"),
+        (KEY + b"g", "model", BLOCK_SIZE, "a"),
+    ]
+    found = set()
+    for key, model, block_size, tenant in kinds:
+        index = PrefixIndex(key=key, model_fingerprint=model, block_size=block_size)
+        found.update(names(index, tenant=tenant))
+    assert len(found) == 7 * 3 + 6
+
+
+def test_a_tenant_named_like_anothers_digest_finds_nothing_of_it():
+    """P-18: what a tenant may choose freely cannot stand for the chain of another."""
+    index = make_prefix_index()
+    theirs = names(index)
+    for salt in (theirs[0].hex(), "a\0", "a" + "\0" * 24, struct.pack("<Q", 1).decode()):
+        assert not set(names(index, tenant=salt)) & set(theirs)
+
+
+@pytest.mark.parametrize("key", [b"", b"short", b"x" * 65])
+def test_a_weak_key_is_refused(key):
+    with pytest.raises(ValueError, match="16 to 64 bytes"):
+        PrefixIndex(key=key, model_fingerprint="m", block_size=4)
+
+
+def test_the_longest_known_beginning_is_found():
+    index = make_prefix_index()
+    first, second, third = names(index)
+    index.put(first, 7)
+    index.put(third, 9)
+    assert index.find([first, second, third]) == [7]
+    index.put(second, 8)
+    assert index.find([first, second, third]) == [7, 8, 9]
+    index.forget(7)
+    index.forget(7)
+    assert index.find([first, second, third]) == []
+    assert 7 not in index
+    assert (len(index), index.block_ids()) == (2, {8, 9})
+
+
+def test_the_same_kv_is_found_in_one_block_and_a_block_has_one_name():
+    index = make_prefix_index()
+    first, second, _ = names(index)
+    index.put(first, 7)
+    index.put(first, 8)
+    index.put(second, 7)
+    assert index.find([first]) == [7]
+    assert index.find([second]) == []
+    assert 8 not in index
