@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from cluster.errors import PdserveError
 from cluster.lifetime import LegTimes
 
+LOGPROB_FLOOR = -9999.0
+"""Stands for every log-probability at or below it, minus infinity too: it must fit into JSON."""
+
 
 class FinishReason(enum.Enum):
     """Why a choice ended well; the values are OpenAI's."""
@@ -37,6 +40,7 @@ class SamplingParams:
     """
 
     max_tokens: int
+    """0: the prompt is computed and nothing is drawn."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -60,6 +64,13 @@ class SamplingParams:
     prompt_logprobs: bool = False
     """Also for the prompt's own tokens."""
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a draw depends on the tokens before it."""
+        return bool(
+            self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
@@ -70,6 +81,12 @@ class Request:
     params: SamplingParams
     deadline: float
     """Instant on the router's clock after which the request is ended."""
+    choice: int = 0
+    """Which of the ``n`` choices of its prompt this is; part of what its draws depend on."""
+    tenant: str = ""
+    """Of the key that the call came with; prefix caches are kept apart by it."""
+    expected_tokens: int | None = None
+    """The client's guess at its output's length."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -114,17 +131,32 @@ class Leg:
     grant_id: str = ""
     handoff_id: str = ""
     peer: Peer | None = None
+    tenant: str = ""
+    """Whose request it is, by its authenticated identity; KV is found again within one tenant."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Log-probabilities at one position, under the model's own distribution: before temperature,
-    penalties and bias."""
+    penalties and bias. All are finite: what the model rules out has ``LOGPROB_FLOOR``."""
 
     logprob: float
     """Of the token that was chosen."""
     top: tuple[tuple[int, float], ...] = ()
     """(token id, log-probability), best first."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of a run of a prompt's tokens, which took no part in any draw.
+
+    ``entries[i]`` is about the prompt token at position ``start + i``. The first token of a prompt
+    has none, so the first run starts at 1. Runs come in order; a new attempt tells them anew.
+    """
+
+    key: LegKey
+    start: int
+    entries: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,3 +209,12 @@ class Redirect:
     grant_id: str
     handoff_id: str
     peer: Peer
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """A worker's sign of life: how far its engine is."""
+
+    num_steps: int = 0
+    patience_s: float = 0.0
+    """Of the step that runs: it hangs when it takes longer. 0: none runs."""

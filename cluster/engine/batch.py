@@ -29,6 +29,8 @@ class StepBatch:
     rows_s: Tensor
     """Rows whose logits are wanted; one at least, so that the head never sees an empty batch."""
     sampled: tuple[Scheduled, ...]
+    scored: tuple[tuple[Scheduled, int], ...]
+    """Shares whose prompt's own log-probabilities are asked for, with their first rows."""
     attention: PagedStep
     opened_blocks: tuple[int, ...]
     """Blocks that this step starts and does not fill."""
@@ -43,7 +45,10 @@ def build_batch(plan: Plan, cache: PagedCache) -> StepBatch:
     token_ids: list[int] = []
     positions: list[int] = []
     rows: list[int] = []
+    scored: list[tuple[Scheduled, int]] = []
     for share in shares:
+        if share.needs is not None and share.needs.scored_ids:
+            scored.append((share, len(token_ids)))
         token_ids.extend(share.token_ids)
         positions.extend(range(share.start, share.start + len(share.token_ids)))
         if share.is_sampled:
@@ -55,6 +60,7 @@ def build_batch(plan: Plan, cache: PagedCache) -> StepBatch:
         positions_n=positions_n.to(cache.device),
         rows_s=torch.tensor(rows or [0], device=cache.device),
         sampled=tuple(share for share in shares if share.is_sampled),
+        scored=tuple(scored),
         attention=PagedStep(
             cache=cache,
             slots=cache.slot_index(_blocks_of(shares, block_size), positions_n % block_size),

@@ -27,10 +27,14 @@ class Limits:
         An end token is told before a limit, so that an answer that ends exactly at its limit is
         a STOP.
         """
+        params = sequence.params
         if not sequence.output_ids:
-            return None
+            is_over = not params.max_tokens and not sequence.num_tokens_left
+            return FinishReason.LENGTH if is_over else None
         last = sequence.output_ids[-1]
-        if last in sequence.eos_ids or last in sequence.params.stop_token_ids:
+        is_end = last in sequence.eos_ids or last in params.stop_token_ids
+        # Before min_tokens none is drawn, unless nothing else may be.
+        if is_end and sequence.num_output_tokens > params.min_tokens:
             return FinishReason.STOP
         if sequence.num_tokens >= self._longest(sequence):
             return FinishReason.LENGTH
@@ -48,10 +52,10 @@ class Limits:
         num_prompt, params = sequence.num_prompt_tokens, sequence.params
         if num_prompt < 1:
             return InvalidRequest("the prompt has no tokens", stage="queue", field="prompt")
-        if params.max_tokens < 1:
-            text = f"max_tokens must be at least 1, got {params.max_tokens}"
+        if params.max_tokens < 0:
+            text = f"max_tokens must be at least 0, got {params.max_tokens}"
             return InvalidRequest(text, stage="queue", field="max_tokens")
-        if num_prompt >= self.max_model_len:
+        if num_prompt + min(params.max_tokens, 1) > self.max_model_len:
             text = f"prompt of {num_prompt} tokens; the context holds {self.max_model_len}"
             return InvalidRequest(text, stage="queue", field="prompt")
         if num_prompt > self.capacity_tokens:

@@ -23,7 +23,7 @@ from cluster.engine.plan import Outcome, Plan, SequenceEnd, StepEvents
 from cluster.engine.sequence import Sequence
 from cluster.engine.step_model import StepModel
 from cluster.errors import Cancelled, EngineFault, PdserveError, WorkerLost
-from cluster.request import LegKey
+from cluster.request import Beat, LegKey
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 _LONGEST_WAIT_S = 3600.0
 """Waits are cut here: a lock cannot time out after any number of seconds."""
+_NO_EVENTS = StepEvents()
 _STALL_FLOOR_S = 5.0
 _STALL_FACTOR = 4.0
 """A step that takes longer than both the floor and so many times its prediction is stuck."""
@@ -64,6 +65,8 @@ class EngineSnapshot:
     generated_tokens: int = 0
     prefilled_tokens: int = 0
     """Prompt tokens computed, each once, however often a preemption had them computed again."""
+    cached_tokens: int = 0
+    """Prompt tokens that were found in the cache instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +179,11 @@ class EngineLoop:
             queued_tokens=published.queued_tokens + sum(s.num_tokens_left for s in added),
         )
 
+    def beat(self) -> Beat:
+        """Return how far the step thread is, and how long its running step may take."""
+        running = self._pass
+        return Beat(self._num_steps, 0.0 if running is None else running.patience_s)
+
     def is_stalled(self, now: float, awake_since: float = float("-inf")) -> bool:
         """Whether the step thread is stuck: in one step for far longer than that can take.
 
@@ -270,7 +278,7 @@ class EngineLoop:
 
     def _wait(self) -> None:
         # After a fault nothing expires: what could not be ended then must not keep us awake.
-        deadline = self._scheduler.next_deadline if self._fault is None else None
+        deadline = self._scheduler.next_instant if self._fault is None else None
         with self._changed:
             if self._inbox or self._has_news or self._is_stopping:
                 return
@@ -280,7 +288,7 @@ class EngineLoop:
             self._changed.wait(timeout_s)
 
     def _tell(self, events: StepEvents) -> None:
-        if events.started or events.tokens or events.ends:
+        if events != _NO_EVENTS:
             self._on_events(events)
 
     def _publish(self) -> None:
@@ -296,6 +304,7 @@ class EngineLoop:
             num_preemptions=scheduler.num_preemptions,
             generated_tokens=scheduler.num_generated_tokens,
             prefilled_tokens=scheduler.num_prefilled_tokens,
+            cached_tokens=scheduler.num_cached_tokens,
         )
 
     def _end_all(self, error: PdserveError) -> None:

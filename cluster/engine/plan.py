@@ -3,10 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cluster.errors import PdserveError
-from cluster.request import FinishReason, LegKey, SamplingParams, Token
+from cluster.request import (
+    FinishReason,
+    LegKey,
+    PromptLogprobs,
+    SamplingParams,
+    Token,
+    TokenLogprobs,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingNeeds:
+    """What some shares need for their sampling besides their params."""
+
+    prompt_ids: tuple[int, ...] = ()
+    """The whole prompt, where the share has penalties."""
+    output_ids: tuple[int, ...] = ()
+    """The output so far, where the share has penalties."""
+    banned_ids: tuple[int, ...] = ()
+    """Tokens that must not be drawn yet."""
+    scored_from: int = 0
+    """Position of the first of ``scored_ids``; the row before it tells its log-probability."""
+    scored_ids: tuple[int, ...] = ()
+    """Prompt tokens whose log-probabilities are asked for; the last may be the next share's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +49,7 @@ class Scheduled:
     output_index: int
     """Index of the token that is drawn; meaningless where none is."""
     params: SamplingParams
+    needs: SamplingNeeds | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +66,13 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The token drawn for each sampled share."""
+    """The token drawn for each sampled share, and the log-probabilities that were asked for."""
 
     sampled: Mapping[LegKey, int]
+    logprobs: Mapping[LegKey, TokenLogprobs] = field(default_factory=dict)
+    """Of drawn tokens."""
+    prompt_logprobs: Mapping[LegKey, tuple[PromptLogprobs, ...]] = field(default_factory=dict)
+    """Of prompt tokens, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +91,8 @@ class SequenceEnd:
     compute_s: float = 0.0
     num_steps: int = 0
     num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV was found in this worker's cache, so that it was not computed."""
     num_preemptions: int = 0
 
 
@@ -72,5 +102,8 @@ class StepEvents:
 
     started: tuple[LegKey, ...] = ()
     """Sequences whose first share is about to be computed."""
+    computed: tuple[tuple[LegKey, int], ...] = ()
+    """Of those that will hand their KV over: tokens computed so far, where a step added some."""
     tokens: tuple[Token, ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     ends: tuple[SequenceEnd, ...] = ()

@@ -4,42 +4,52 @@ One rule serves prefill, chunks, decode, recompute and resumed work: a sequence 
 ``num_tokens - num_computed_tokens``. ``schedule`` goes through these, in this order:
 
 1. Sequences past their deadline end, wherever they are.
-2. Running sequences get the blocks that their next token needs, oldest first. If the pool is
-   short, the youngest sequence that holds blocks gives up all of them and is computed again
-   later (recompute preemption); it goes to the front of the queue and keeps its output. Nobody
-   takes from an older one: the youngest waits where it is until blocks become free.
-3. Waiting sequences are admitted, first come first served, while there are slots, and blocks for
-   all their tokens and for the growth of everybody's next token. One that does not fit now is
-   passed by those behind it that do, but by none that arrived more than ``AGING_S`` after it,
-   and by none at all once it was preempted, for its client waits in mid-stream. So it is
-   overtaken by a bounded number. Sequences that bring their blocks (imported KV) need a slot
-   only and are never held up by one that waits for blocks.
-4. The step's tokens are shared out (``shares``): decodes first, then prompts, oldest first.
+2. Running sequences get the blocks that their next token needs, the most senior first: higher
+   tiers, and in a tier the oldest. If the pool is short, the most junior sequence that holds
+   blocks gives up all of them and is computed again later (recompute preemption); it goes to the
+   front of its tier's queue and keeps its output. Nobody takes from a more senior one that runs:
+   the most junior waits where it is until blocks become free.
+3. Waiting sequences are admitted in the policy's order while the batch takes new members
+   (``policy.batching``), and there are blocks for all their tokens and for the growth of
+   everybody's next token. One that does not fit now is passed by those behind it that do, but by
+   none that arrived more than ``aging_s`` after it, and by none at all once it was preempted, for
+   its client waits in mid-stream. Sequences that bring their blocks (imported KV) need a slot
+   only and are never held up by one that waits for blocks. A sequence that finds no slot or no
+   blocks takes them from lower tiers (``victims``), the lowest one's youngest first.
+4. The step's tokens are shared out (``shares``): decodes first, then prompts, the most senior
+   first. So the prompt of a higher tier goes on before that of a lower one, at the next chunk.
 
-So some sequence always moves: the oldest one that runs can take blocks from all others, and
-waits only for blocks held outside the engine (exports, imports under way), whose holders have
-deadlines of their own. Age is the order of ``add``, which is the order of the queue: so nobody
-who waits with imported KV is older than one that took a slot before it. Blocks that started
-sequences wait for are set aside in the pool, so that new imports cannot take them.
+So some sequence always moves: the most senior one that runs can take blocks from all others but
+those that were preempted so often that they hold all they will ever need; and it waits only for
+these, which move themselves, and for blocks held outside the engine (exports, imports under way),
+whose holders have deadlines of their own. Blocks that started sequences wait for are set aside in
+the pool, so that new imports cannot take them. Without preemption every sequence starts with
+blocks for all that may come, so nobody ever waits for more.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING
 
+from cluster.config import Policy
 from cluster.engine import finish
+from cluster.engine.line import WaitingLine, seniority
 from cluster.engine.plan import Outcome, Plan, Scheduled, SequenceEnd, StepEvents
+from cluster.engine.prefix_reuse import PrefixReuse
+from cluster.engine.room import Room
+from cluster.engine.rules import Rules
 from cluster.engine.sequence import Sequence, SequenceState
 from cluster.engine.shares import StepShares
+from cluster.engine.victims import Victims
 from cluster.errors import DeadlineExceeded, PdserveError
-from cluster.request import FinishReason, LegKey, Token
+from cluster.request import FinishReason, LegKey, PromptLogprobs, Token
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from cluster.kv.block_pool import BlockPool
 
-AGING_S = 5.0
-"""A sequence that waits for blocks is overtaken only by those that arrived within this time."""
+_NO_BOUND = float("inf")
 
 
 class StepScheduler:
@@ -49,7 +59,7 @@ class StepScheduler:
     Methods are called from one thread at a time.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (the worker's sizes)
         self,
         pool: BlockPool,
         block_size: int,
@@ -57,13 +67,16 @@ class StepScheduler:
         token_budget: int,
         chunk_tokens: int,
         max_model_len: int,
+        rules: Rules | None = None,
     ) -> None:
+        """``rules``: how it orders, batches and preempts; the usual ones where it is None."""
         if token_budget < max_num_seqs:
             raise ValueError(f"token_budget {token_budget} < max_num_seqs {max_num_seqs}")
         self.pool = pool
         self.num_preemptions = 0
         self.num_generated_tokens = 0
         self.num_prefilled_tokens = 0
+        self._rules = rules or Rules()
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
         self._shares = StepShares(
@@ -72,14 +85,21 @@ class StepScheduler:
         self._limits = finish.Limits(
             max_model_len=max_model_len, capacity_tokens=pool.num_blocks * block_size
         )
+        self._prefix = PrefixReuse(pool)
+        self._room = Room(pool, self._prefix, block_size, self._limits, self._rules)
+        self._gate = self._rules.gate(max_num_seqs)
+        self._victims = Victims(
+            max_preemptions=self._rules.max_preemptions if self._rules.preempts else 0
+        )
         self._num_added = 0
         self._live: dict[LegKey, Sequence] = {}
-        self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []  # oldest first
+        self._waiting = WaitingLine(self._rules.ordering)
+        self._running: list[Sequence] = []  # most senior first
         self._planned: dict[LegKey, Sequence] = {}
-        self._num_set_aside = 0
         self._started: list[LegKey] = []
+        self._computed: list[tuple[LegKey, int]] = []
         self._tokens: list[Token] = []
+        self._prompt_logprobs: list[PromptLogprobs] = []
         self._ends: list[SequenceEnd] = []
 
     @property
@@ -93,15 +113,23 @@ class StepScheduler:
         return len(self._waiting)
 
     @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that were found in the cache."""
+        return self._room.num_cached_tokens
+
+    @property
     def queued_tokens(self) -> int:
         """Tokens of prompts, waiting or begun, that are still to compute."""
         lefts = (sequence.num_tokens_left for sequence in self._live.values())
         return sum(left for left in lefts if left > 1)
 
     @property
-    def next_deadline(self) -> float | None:
-        """The earliest instant at which a sequence expires; None without sequences."""
-        return min((sequence.deadline for sequence in self._live.values()), default=None)
+    def next_instant(self) -> float | None:
+        """The earliest instant at which time alone changes something; None without sequences."""
+        instants = [sequence.deadline for sequence in self._live.values()]
+        if self._gate.opens_at is not None:
+            instants.append(self._gate.opens_at)
+        return min(instants, default=None)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; one that can never be computed ends at once.
@@ -112,12 +140,17 @@ class StepScheduler:
             raise ValueError(f"{sequence.key} is in the engine already")
         self._num_added += 1
         sequence.order = self._num_added
+        sequence.tier = self._rules.tier(sequence.priority)
         sequence.block_ids = list(self.pool.blocks_of(sequence.key))
         sequence.num_prefilled_tokens = min(
             sequence.num_computed_tokens, sequence.num_prompt_tokens
         )
+        sequence.num_scored_tokens = sequence.num_prefilled_tokens
         self._live[sequence.key] = sequence
-        self._waiting.append(sequence)
+        # Only the order by work asks what is cached: finding that out takes time.
+        is_by_work = self._rules.ordering.policy is Policy.SJF
+        num_known = self._prefix.num_known_tokens(sequence) if is_by_work else 0
+        self._waiting.add(sequence, num_known)
         error = self._limits.refusal(sequence) or finish.import_fault(sequence, self._block_size)
         reason = self._limits.finish_reason(sequence) if error is None else None
         if error is not None or reason is not None:
@@ -125,6 +158,8 @@ class StepScheduler:
         elif sequence.num_tokens_left < 1:
             # A draw needs the logits of the last token: compute that one again.
             sequence.num_computed_tokens = sequence.num_tokens - 1
+        if sequence.state is SequenceState.WAITING and sequence.block_ids:
+            self._prefix.register(sequence)
 
     def abort(self, key: LegKey, error: PdserveError, now: float) -> None:
         """End a sequence with ``error``; nothing happens where the key is not here any more.
@@ -143,7 +178,7 @@ class StepScheduler:
         for sequence in list(self._live.values()):
             is_unstarted = sequence.started_at is None
             self._end(sequence, now, error=unstarted if unstarted and is_unstarted else error)
-        self._set_aside()
+        self._set_aside(())
 
     def schedule(self, now: float) -> Plan | None:
         """Choose the next step; None when nothing can be computed now."""
@@ -154,9 +189,9 @@ class StepScheduler:
         for sequence in list(self._running):
             if sequence.state is SequenceState.RUNNING:
                 self._grow(sequence)
-        self._admit()
-        self._set_aside()
-        ready = [sequence for sequence in self._running if self._blocks_short(sequence) <= 0]
+        self._admit(now)
+        self._set_aside(self._running)
+        ready = [sequence for sequence in self._running if self._room.short(sequence) <= 0]
         shares = self._shares.share_out(ready)
         if not shares:
             return None
@@ -182,35 +217,27 @@ class StepScheduler:
     def take_events(self) -> StepEvents:
         """Return what happened since the last call of this or ``commit``."""
         events = StepEvents(
-            started=tuple(self._started), tokens=tuple(self._tokens), ends=tuple(self._ends)
+            started=tuple(self._started),
+            computed=tuple(self._computed),
+            tokens=tuple(self._tokens),
+            prompt_logprobs=tuple(self._prompt_logprobs),
+            ends=tuple(self._ends),
         )
-        self._started, self._tokens, self._ends = [], [], []
+        self._started, self._computed, self._tokens, self._ends = [], [], [], []
+        self._prompt_logprobs = []
         return events
 
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size)
-
-    def _blocks_short(self, sequence: Sequence) -> int:
-        return self._blocks_for(sequence.num_tokens) - len(sequence.block_ids)
-
-    def _next_growth(self, sequence: Sequence) -> int:
-        """Blocks that its next token will need on top of those for its present ones."""
-        num_next = min(sequence.num_tokens + 1, self._limits.max_kv_tokens(sequence))
-        covered = max(len(sequence.block_ids), self._blocks_for(sequence.num_tokens))
-        return max(0, self._blocks_for(num_next) - covered)
-
     def _grow(self, sequence: Sequence) -> None:
-        num_short = self._blocks_short(sequence)
+        num_short = self._room.short(sequence)
         if num_short <= 0:
             return
         block_ids = self.pool.allocate(num_short, sequence.key)
         while block_ids is None:
-            holders = (other for other in self._live.values() if other.block_ids)
-            youngest = max(holders, key=lambda other: other.order, default=sequence)
-            if youngest.order <= sequence.order:
+            junior = self._victims.junior_to(sequence, self._live.values())
+            if junior is None:
                 return
-            self._preempt(youngest)
-            block_ids = self.pool.take_over(youngest.key, num_short, sequence.key)
+            self._preempt(junior)
+            block_ids = self.pool.take_over(junior.key, num_short, sequence.key)
         sequence.block_ids.extend(block_ids)
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -218,61 +245,79 @@ class StepScheduler:
         if sequence.state is SequenceState.RUNNING:
             self._running.remove(sequence)
             sequence.advance(SequenceState.WAITING)
-            self._waiting.appendleft(sequence)
+        else:
+            self._waiting.remove(sequence)
         sequence.block_ids = []
         sequence.num_computed_tokens = 0
         sequence.num_preemptions += 1
         self.num_preemptions += 1
+        self._waiting.add(sequence)
 
-    def _admit(self) -> None:
-        blocked: Sequence | None = None
-        num_growing = sum(
-            self._next_growth(sequence) + max(0, self._blocks_short(sequence))
-            for sequence in self._running
+    def _admit(self, now: float) -> None:
+        num_open = self._gate.num_open(
+            num_running=len(self._running), num_waiting=len(self._waiting), now=now
         )
-        for sequence in list(self._waiting):
-            if len(self._running) >= self._max_num_seqs:
-                break
-            brings_blocks = bool(sequence.block_ids)
-            if not (brings_blocks or blocked is None or _may_pass(sequence, blocked)):
+        num_growing = self._room.growing(self._running)
+        passable_until = _NO_BOUND
+        for sequence in self._waiting.walk(now):
+            brings_blocks = bool(sequence.block_ids) and not self._room.needs_all(sequence)
+            if not (brings_blocks or sequence.arrived <= passable_until):
                 continue
-            growth = self._next_growth(sequence)
-            has_blocks = self._cover(sequence, 0 if brings_blocks else num_growing + growth)
+            growth = self._room.next_growth(sequence)
+            num_spare = 0 if brings_blocks else num_growing + growth
+            if num_open < 1:
+                if not self._takes_from_below(sequence, num_spare, needs_slot=True):
+                    if self._rules.takes_from_below:
+                        continue
+                    break
+                num_open += 1
+            has_blocks = self._room.cover(sequence, num_spare) or (
+                not brings_blocks
+                and self._takes_from_below(sequence, num_spare, needs_slot=False)
+                and self._room.cover(sequence, num_spare)
+            )
             if not (brings_blocks or has_blocks):
-                blocked = blocked or sequence
+                passable_until = min(passable_until, self._waiting.passable_until(sequence))
                 continue
+            num_open -= 1
             num_growing += growth
-            self._waiting.remove(sequence)
-            sequence.advance(SequenceState.RUNNING)
-            self._running.append(sequence)
-        self._running.sort(key=lambda sequence: sequence.order)
+            self._start(sequence)
+        self._running.sort(key=seniority)
 
-    def _cover(self, sequence: Sequence, num_spare: int) -> bool:
-        """Give it blocks for all its tokens, if ``num_spare`` are left free after that."""
-        num_short = self._blocks_short(sequence)
-        if num_short <= 0:
-            return True
-        if self.pool.num_free < num_short + num_spare:
+    def _start(self, sequence: Sequence) -> None:
+        self._waiting.remove(sequence)
+        sequence.advance(SequenceState.RUNNING)
+        self._running.append(sequence)
+        if not sequence.num_preemptions:
+            self._waiting.served(sequence, sequence.num_tokens_left)
+
+    def _takes_from_below(self, sequence: Sequence, num_spare: int, *, needs_slot: bool) -> bool:
+        """Preempt lower tiers so that it can start; False, and nothing done, where it can't."""
+        if not self._rules.takes_from_below:
             return False
-        block_ids = self.pool.allocate(num_short, sequence.key)
-        sequence.block_ids.extend(block_ids or ())
-        return block_ids is not None
+        num_blocks = max(0, self._room.short_to_start(sequence)) + num_spare
+        victims = self._victims.below(
+            sequence,
+            self._live.values(),
+            num_blocks=num_blocks - self.pool.num_free,
+            needs_slot=needs_slot,
+        )
+        for victim in victims:
+            self.pool.release(victim.key)
+            self._preempt(victim)
+        return bool(victims)
 
-    def _set_aside(self) -> None:
-        num_blocks = sum(max(0, self._blocks_short(sequence)) for sequence in self._running)
-        for sequence in self._waiting:
-            if sequence.num_preemptions:
-                num_blocks += self._blocks_short(sequence) + self._next_growth(sequence)
-                break
-        if num_blocks != self._num_set_aside:
-            self._num_set_aside = num_blocks
-            self.pool.set_aside(num_blocks)
+    def _set_aside(self, running: Iterable[Sequence]) -> None:
+        self._room.set_aside(running, self._waiting.first_preempted())
 
     def _commit_share(
         self, sequence: Sequence, share: Scheduled, outcome: Outcome, now: float
     ) -> None:
         end = share.start + len(share.token_ids)
         sequence.num_computed_tokens = end
+        if sequence.hands_over_at is not None:
+            self._computed.append((share.key, end))
+        self._prefix.register(sequence, share.start)
         sequence.num_steps += 1
         sequence.num_worked_tokens += len(share.token_ids)
         # Prompt tokens count as prefilled once, however often they are computed again.
@@ -280,12 +325,18 @@ class StepScheduler:
         if num_prefilled > sequence.num_prefilled_tokens:
             self.num_prefilled_tokens += num_prefilled - sequence.num_prefilled_tokens
             sequence.num_prefilled_tokens = num_prefilled
-        if not share.is_sampled:
+        if share.needs is not None and share.needs.scored_ids:
+            self._prompt_logprobs.extend(outcome.prompt_logprobs[share.key])
+            sequence.num_scored_tokens = share.needs.scored_from + len(share.needs.scored_ids)
+        if share.is_sampled:
+            token_id = outcome.sampled[share.key]
+            sequence.output_ids.append(token_id)
+            self.num_generated_tokens += 1
+            self._waiting.served(sequence, 1)
+            logprobs = outcome.logprobs.get(share.key)
+            self._tokens.append(Token(share.key, share.output_index, token_id, logprobs))
+        elif sequence.params.max_tokens:
             return
-        token_id = outcome.sampled[share.key]
-        sequence.output_ids.append(token_id)
-        self.num_generated_tokens += 1
-        self._tokens.append(Token(share.key, share.output_index, token_id))
         reason = self._limits.finish_reason(sequence)
         is_leaving = (
             sequence.hands_over_at is not None
@@ -306,6 +357,8 @@ class StepScheduler:
         (self._running if sequence.state is SequenceState.RUNNING else self._waiting).remove(
             sequence
         )
+        if reason is not None:
+            self._waiting.ended(sequence)
         sequence.advance(SequenceState.ENDED)
         del self._live[sequence.key]
         if reason is not None or error is not None:
@@ -321,11 +374,7 @@ class StepScheduler:
                 compute_s=0.0 if started_at is None else now - started_at,
                 num_steps=sequence.num_steps,
                 num_computed_tokens=sequence.num_worked_tokens,
+                num_cached_tokens=sequence.num_cached_tokens,
                 num_preemptions=sequence.num_preemptions,
             )
         )
-
-
-def _may_pass(sequence: Sequence, blocked: Sequence) -> bool:
-    """Whether a sequence may take blocks though one before it waits for some."""
-    return not blocked.num_preemptions and sequence.arrived <= blocked.arrived + AGING_S

@@ -48,6 +48,12 @@ class Sequence:
     """Tokens drawn so far, also those that came with a leg or a handoff."""
     eos_ids: frozenset[int] = frozenset()
     """The model's end tokens; empty when the client ignores them."""
+    tenant: str = ""
+    """Whose it is: KV is found again by sequences of the same tenant only."""
+    priority: str = ""
+    """Name of its tier; empty: the default one."""
+    expected_tokens: int | None = None
+    """The client's guess at its output's length."""
     hands_over_at: int | None = None
     """Number of output tokens at which it leaves with its blocks still held under its key."""
     num_computed_tokens: int = 0
@@ -56,8 +62,12 @@ class Sequence:
     state: SequenceState = SequenceState.WAITING
     block_ids: list[int] = field(default_factory=list)
     """The scheduler's copy of what the pool holds under ``key``: plans don't take its lock."""
+    block_digests: list[bytes] = field(default_factory=list)
+    """Names of its first full blocks, as far as the prefix index was asked for them."""
     order: int = 0
     """Its number in the scheduler, so its age: a lower one is older."""
+    tier: int = 0
+    """How high its tier is, where tiers have a say here."""
     started_at: float | None = None
     """When its first share was planned; kept over preemptions."""
     num_steps: int = 0
@@ -65,6 +75,11 @@ class Sequence:
     """Tokens computed here, those computed again after a preemption included."""
     num_prefilled_tokens: int = 0
     """Prompt tokens computed here or elsewhere at least once; a preemption doesn't lower it."""
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV was found in this worker's cache before it was computed or came."""
+    num_scored_tokens: int = 0
+    """Prompt tokens whose log-probabilities were told, or are another worker's to tell; computing
+    them again after a preemption doesn't tell them again."""
     num_preemptions: int = 0
 
     @property

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cluster.engine.needs import needs_of
 from cluster.engine.plan import Scheduled
 
 if TYPE_CHECKING:
@@ -52,12 +53,15 @@ class StepShares:
         start = sequence.num_computed_tokens
         end = start + num_tokens
         num_blocks = -(-end // self.block_size)
+        # With max_tokens 0 the prompt is computed and nothing is drawn.
+        is_sampled = end == sequence.num_tokens and sequence.params.max_tokens > 0
         return Scheduled(
             key=sequence.key,
             token_ids=sequence.token_ids(start, end),
             start=start,
             block_ids=tuple(sequence.block_ids[:num_blocks]),
-            is_sampled=end == sequence.num_tokens,
+            is_sampled=is_sampled,
             output_index=sequence.num_output_tokens,
             params=sequence.params,
+            needs=needs_of(sequence, start, end, is_sampled=is_sampled),
         )

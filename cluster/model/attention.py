@@ -94,6 +94,7 @@ class PagedStep:
     ) -> Tensor:
         """Store K and V, then attend; see ``AttentionStep``."""
         self.cache.write(layer, self.slots, k_HnD, v_HnD)
+        k_HnD, v_HnD = self.cache.rounded(k_HnD), self.cache.rounded(v_HnD)
         num_heads, num_tokens, head_dim = q_HnD.shape
         out_nHD = q_HnD.new_empty(num_tokens, num_heads, head_dim)
         for group in self.decodes:
@@ -105,21 +106,23 @@ class PagedStep:
             if share.rows is None:
                 k, v = k_HnD[:, span], v_HnD[:, span]
             else:
-                k, v = self._gather(layer, share.rows, num_tables=1)
+                k, v = self._gather(layer, share.rows, 1, q_HnD.dtype)
             _attend_prompt(q_HnD[:, span], k, v, share.start, options, out_nHD[span])
         return out_nHD
 
-    def _gather(self, layer: int, rows: Tensor, num_tables: int) -> tuple[Tensor, Tensor]:
+    def _gather(
+        self, layer: int, rows: Tensor, num_tables: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
         layout = self.cache.layout
         num_runs = num_tables * layout.num_kv_heads
-        kv = self.cache.gather(layer, rows).view(2, num_runs, -1, layout.head_dim)
+        kv = self.cache.gather(layer, rows).view(2, num_runs, -1, layout.head_dim).to(dtype)
         return kv[0], kv[1]
 
     def _decode(
         self, layer: int, group: DecodeGroup, q_HbD: Tensor, options: AttentionOptions
     ) -> Tensor:
         num_seqs = len(group.lengths_b)
-        k, v = self._gather(layer, group.rows, num_seqs)
+        k, v = self._gather(layer, group.rows, num_seqs, q_HbD.dtype)
         num_heads, _, head_dim = q_HbD.shape
         num_kv_heads = self.cache.layout.num_kv_heads
         # A query head h reads the K of head h // (heads / kv heads).

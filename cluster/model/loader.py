@@ -17,6 +17,7 @@ from cluster.errors import StartupError, UnsupportedModel
 from cluster.kv.cache import TORCH_DTYPES
 from cluster.kv.layout import KVLayout
 from cluster.model import attention, checkpoint, packed
+from cluster.model.head import SplitModel
 
 if TYPE_CHECKING:
     from cluster.model.attention import AttentionOptions, AttentionStep
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CPU_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16", "svebf16"})
-_PROBE_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
+_PROBE_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}
 
 
 class KVShape(NamedTuple):
@@ -40,9 +41,11 @@ class LoadedModel:
     """A model on its device, and the facts that others need about it."""
 
     model: nn.Module
+    split: SplitModel
+    """The same model in two parts, for logits of many rows."""
     device: torch.device
     dtype: str
-    """``fp32`` or ``bf16``."""
+    """``fp32``, ``bf16`` or ``fp16``."""
     kv_shape: KVShape
     eos_ids: frozenset[int]
     max_model_len: int
@@ -50,12 +53,12 @@ class LoadedModel:
     """Rows of the embedding; ids from 0 below this are valid."""
     fingerprint: str
 
-    def layout(self, block_size: int) -> KVLayout:
-        """Return what a block of this model's KV looks like."""
+    def layout(self, block_size: int, kv_dtype: Dtype = Dtype.AUTO) -> KVLayout:
+        """Return what a block of this model's KV looks like; AUTO: stored as the weights are."""
         return KVLayout(
             **self.kv_shape._asdict(),
             block_size=block_size,
-            dtype=self.dtype,
+            dtype=self.dtype if kv_dtype is Dtype.AUTO else kv_dtype.value,
             model_fingerprint=self.fingerprint,
         )
 
@@ -66,9 +69,19 @@ class LoadedModel:
         """Run one flat batch of n tokens; returns logits ``[s, vocab]`` of the rows asked for."""
         return _forward(self.model, input_ids_n, positions_n, rows_s, step)
 
+    @torch.inference_mode()
+    def hidden(self, input_ids_n: Tensor, positions_n: Tensor, step: AttentionStep) -> Tensor:
+        """Run one flat batch up to its head; returns ``[n, hidden]`` for ``logits``."""
+        return _hidden(self.split, input_ids_n, positions_n, step)
+
+    @torch.inference_mode()
+    def logits(self, hidden_rH: Tensor) -> Tensor:
+        """Run the head over some rows of ``hidden``; returns ``[r, vocab]``."""
+        return self.split.logits(hidden_rH[None])
+
 
 def resolve_dtype(dtype: Dtype, device: torch.device | str) -> str:
-    """Return ``fp32`` or ``bf16``; AUTO takes bf16 where the device computes it in hardware."""
+    """Return the name a layout carries; AUTO takes bf16 where the device has it in hardware."""
     if dtype is not Dtype.AUTO:
         return str(dtype.value)
     if torch.device(device).type == "cuda":
@@ -96,6 +109,7 @@ def load_model(path: str | Path, *, dtype: Dtype, device: torch.device | str) ->
     config = model.config
     loaded = LoadedModel(
         model=model,
+        split=SplitModel(model),
         device=device,
         dtype=resolved,
         kv_shape=kv_shape,
@@ -162,6 +176,17 @@ def _forward(
     return logits
 
 
+def _hidden(
+    split: SplitModel, input_ids_n: Tensor, positions_n: Tensor, step: AttentionStep
+) -> Tensor:
+    hidden_1nH = split.hidden(
+        input_ids=input_ids_n[None],
+        position_ids=positions_n[None],
+        **{attention.STEP_KWARG: step},
+    )
+    return hidden_1nH[0]
+
+
 @dataclass(slots=True)
 class _ProbeStep:
     """An attention in which every token sees itself alone, and which notes what each layer did."""
@@ -185,11 +210,12 @@ def probe(model: nn.Module, dtype: str, device: torch.device) -> KVShape:
     """Prove that nothing but attention mixes the tokens of a flat batch; returns the KV's shape.
 
     With an attention that keeps tokens apart, two tokens in one batch must give what each gives
-    alone. Recurrent layers, convolutions and ignored positions fail this whatever their name.
+    alone. Recurrent layers, convolutions and ignored positions fail this whatever their name. So
+    do models whose head, run over the layers' output, gives something else than the whole does.
     """
     name = model.config.model_type  # type: ignore[union-attr]
     tokens, positions = torch.tensor([3, 5], device=device), torch.tensor([2, 0], device=device)
-    steps = [_ProbeStep() for _ in range(3)]
+    steps = [_ProbeStep() for _ in range(4)]
     both = torch.arange(2, device=device)
     try:
         together = _forward(model, tokens, positions, both, steps[0])
@@ -197,6 +223,8 @@ def probe(model: nn.Module, dtype: str, device: torch.device) -> KVShape:
             _forward(model, tokens[i : i + 1], positions[i : i + 1], both[:1], steps[i + 1])
             for i in range(2)
         ]
+        split = SplitModel(model)
+        in_parts = split.logits(_hidden(split, tokens, positions, steps[3])[None])
     except UnsupportedModel as exc:
         raise UnsupportedModel(f"{name}: {exc.message}") from exc
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as exc:
@@ -210,8 +238,14 @@ def probe(model: nn.Module, dtype: str, device: torch.device) -> KVShape:
         )
     if len(set(shapes.values())) != 1:
         raise UnsupportedModel(f"{name}: layers with different KV shapes are not supported")
-    difference = float((together.float() - torch.cat(alone).float()).abs().max())
-    scale = max(1.0, float(together.float().abs().max()))
-    if not difference <= _PROBE_TOLERANCE[dtype] * scale:
+    if not _agree(torch.cat(alone), together, dtype):
         raise UnsupportedModel(f"{name}: mixes tokens outside attention, or ignores positions")
+    if not _agree(in_parts, together, dtype):
+        raise UnsupportedModel(f"{name}: its head does more than its layers' output tells")
     return KVShape(num_layers, *shapes[0])
+
+
+def _agree(ours_sV: Tensor, expected_sV: Tensor, dtype: str) -> bool:
+    difference = float((ours_sV.float() - expected_sV.float()).abs().max())
+    scale = max(1.0, float(expected_sV.float().abs().max()))
+    return difference <= _PROBE_TOLERANCE[dtype] * scale

@@ -1,4 +1,4 @@
-"""Draw the next token of each row: greedy, or Gumbel-max within top-k and top-p.
+"""Draw the next token of each row: greedy, or Gumbel-max within top-k, top-p and min-p.
 
 The noise is a hash of (seed, choice, output index, token id) and of nothing else, so a draw does
 not depend on the batch it ran in, on the worker, or on how often it is repeated. Adding Gumbel
@@ -8,20 +8,21 @@ Tarlow, Minka 2014), and a small change of logits rarely changes the winner.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from cluster.errors import EngineFault
-from cluster.request import SamplingParams
+from cluster.model.logit_rules import apply_logit_rules
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_GREEDY_UP_TO = 1e-5
-"""Temperatures that cannot be told from 0: the noise is below the rounding of scaled logits."""
+    from cluster.model.draw import Draw
+    from cluster.request import SamplingParams
+
 _CANDIDATES = 1024
 """Logits sorted at first for top-p; all of them where these do not hold enough probability."""
 _MASK_64 = (1 << 64) - 1
@@ -29,34 +30,26 @@ _MASK_64 = (1 << 64) - 1
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Draw:
-    """One row to be drawn."""
-
-    params: SamplingParams
-    choice: int
-    output_index: int
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the likeliest token is taken."""
-        return self.params.temperature <= _GREEDY_UP_TO
-
-
 def sample(logits_SV: Tensor, draws: Sequence[Draw]) -> list[int]:
     """Return the token drawn for each row; raises EngineFault for a row without a finite maximum.
 
-    Each row's result depends on that row and its draw alone.
+    Each row's result depends on that row and its draw alone. The logits are not changed.
     """
     best_S, ids_S = logits_SV.max(dim=-1)
-    random = [row for row, draw in enumerate(draws) if not draw.is_greedy]
-    if random:
-        index = torch.tensor(random, device=logits_SV.device)
-        noisy_RV = _noisy(logits_SV[index], best_S[index], [draws[row] for row in random])
+    is_finite = torch.isfinite(best_S).all()
+    noisy = [row for row, d in enumerate(draws) if not (d.is_greedy or d.has_logit_rules)]
+    if noisy:
+        index = torch.tensor(noisy, device=logits_SV.device)
+        noisy_RV = _noisy(logits_SV[index], best_S[index], [draws[row] for row in noisy])
         ids_S = ids_S.index_copy(0, index, noisy_RV.argmax(dim=-1))
+    ruled = [row for row, draw in enumerate(draws) if draw.has_logit_rules]
+    if ruled:
+        index = torch.tensor(ruled, device=logits_SV.device)
+        ruled_R = _drawn_by_rules(logits_SV[index], [draws[row] for row in ruled])
+        ids_S = ids_S.index_copy(0, index, ruled_R)
     # One transfer for both, so that a GPU is waited for once.
-    is_finite, *ids = torch.cat([torch.isfinite(best_S).all()[None].long(), ids_S]).tolist()
-    if not is_finite:
+    all_finite, *ids = torch.cat([is_finite[None].long(), ids_S]).tolist()
+    if not all_finite:
         raise EngineFault("the model's logits are not finite", stage="sample")
     return ids
 
@@ -75,14 +68,27 @@ def gumbel_noise(draws: Sequence[Draw], vocab_size: int, device: torch.device) -
     return uniform_RV.log_().neg_().log_().neg_().float()
 
 
+def _drawn_by_rules(logits_RV: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Return the tokens of rows whose logits are changed first, greedy ones among them."""
+    logits_RV = logits_RV.float()  # a copy already, or made one by the cast
+    apply_logit_rules(logits_RV, draws)
+    best_R, ids_R = logits_RV.max(dim=-1)
+    noisy = [row for row, draw in enumerate(draws) if not draw.is_greedy]
+    if noisy:
+        index = torch.tensor(noisy, device=logits_RV.device)
+        noisy_NV = _noisy(logits_RV[index], best_R[index], [draws[row] for row in noisy])
+        ids_R = ids_R.index_copy(0, index, noisy_NV.argmax(dim=-1))
+    return ids_R
+
+
 def _noisy(logits_RV: Tensor, best_R: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Return scaled logits plus noise, -inf outside each row's top-k and top-p."""
+    """Return scaled logits plus noise, -inf outside each row's top-k, top-p and min-p."""
     device = logits_RV.device
     temperature_R1 = torch.tensor([draw.params.temperature for draw in draws], device=device)
     # The maximum goes first, so that a small temperature makes large negatives, never infinities.
     scaled_RV = (logits_RV.float() - best_R.float()[:, None]) / temperature_R1[:, None]
     noisy_RV = scaled_RV + gumbel_noise(draws, logits_RV.shape[1], device)
-    limited = [row for row, draw in enumerate(draws) if draw.params.top_k or draw.params.top_p < 1]
+    limited = [row for row, draw in enumerate(draws) if _is_limited(draw.params)]
     if limited:
         index = torch.tensor(limited, device=device)
         least_L = _least_kept(scaled_RV[index], [draws[row].params for row in limited])
@@ -91,8 +97,31 @@ def _noisy(logits_RV: Tensor, best_R: Tensor, draws: Sequence[Draw]) -> Tensor:
     return noisy_RV
 
 
+def _is_limited(params: SamplingParams) -> bool:
+    return bool(params.top_k or params.top_p < 1 or params.min_p)
+
+
 def _least_kept(scaled_LV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Return each row's lowest logit within top-k and top-p; whatever ties with it is kept too.
+    """Return each row's lowest logit within its limits; whatever ties with it is kept too.
+
+    The best of a row is 0. Min-p keeps what has at least ``min_p`` of the best one's probability
+    (Nguyen et al. 2024); dividing by what the others leave would change nothing.
+    """
+    # log 0 is where nothing is cut off; a min_p of 1 keeps the best.
+    logs = [math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params]
+    least_L = torch.tensor(logs, dtype=scaled_LV.dtype, device=scaled_LV.device)
+    topped = [row for row, p in enumerate(params) if p.top_k or p.top_p < 1]
+    if len(topped) == len(params):
+        return torch.maximum(least_L, _least_of_top(scaled_LV, params))
+    if topped:
+        index = torch.tensor(topped, device=scaled_LV.device)
+        least_T = _least_of_top(scaled_LV[index], [params[row] for row in topped])
+        least_L = least_L.index_copy(0, index, torch.maximum(least_L[index], least_T))
+    return least_L
+
+
+def _least_of_top(scaled_LV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Return each row's lowest logit within top-k and top-p.
 
     Top-p is taken of what top-k leaves: the fewest likeliest tokens that hold ``top_p`` of it.
     """

@@ -160,10 +160,52 @@ def test_warm_up_fits_into_a_small_cache(loaded):
     Driver(loaded, num_blocks=2).runner.warm_up(num_tokens=512, num_seqs=4)
 
 
-def test_a_cache_of_another_layout_is_refused(loaded, loaded_bf16):
-    cache = PagedCache(loaded_bf16.layout(16), 4, loaded.device)
-    with pytest.raises(AssertionError, match="dtype"):
+def test_a_cache_of_another_model_is_refused(loaded):
+    cache = PagedCache(replace(loaded.layout(16), num_layers=1), 4, loaded.device)
+    with pytest.raises(AssertionError, match="num_layers"):
         type(Driver(loaded).runner)(loaded, cache)
+
+
+@pytest.mark.parametrize("kv_dtype", [Dtype.BF16, Dtype.FP16])
+def test_kv_may_be_stored_in_fewer_bits_than_the_weights_have(loaded, kv_dtype):
+    prompts = make_prompts([5, 33, 100])
+    outputs = []
+    for chunk in (0, 7):
+        driver = Driver(loaded, kv_dtype=kv_dtype)
+        for prompt in prompts:
+            driver.add(prompt)
+        outputs.append(driver.run(12, chunk=chunk))
+    # The same rounded K and V, however the work is cut.
+    assert outputs[0] == outputs[1]
+
+
+def test_kv_may_be_stored_in_more_bits_than_the_weights_have(loaded_bf16):
+    prompt, outputs = make_prompts([50])[0], []
+    for kv_dtype in (Dtype.BF16, Dtype.FP32):
+        driver = Driver(loaded_bf16, kv_dtype=kv_dtype)
+        driver.add(prompt)
+        outputs.append(driver.run(20))
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("block_size", [8, 32])
+def test_a_sequence_moved_to_blocks_of_another_size_goes_on_as_undisturbed(loaded, block_size):
+    """P-22: a supported pair satisfies P-13."""
+    prompt = make_prompts([77])[0]
+    undisturbed, sender = Driver(loaded), Driver(loaded)
+    receiver = Driver(loaded, block_size=block_size)
+    undisturbed.add(prompt)
+    [expected] = undisturbed.run(30)
+    source = sender.add(prompt)
+    sender.step()
+    theirs = sender.cache.layout
+    staging = torch.empty(len(source.block_ids) * theirs.block_bytes, dtype=torch.uint8)
+    sender.cache.export_blocks(source.block_ids, staging)
+    line = receiver.add(prompt)
+    receiver.grow(line, len(prompt))
+    receiver.cache.import_foreign(line.block_ids, 0, len(prompt), staging, theirs)
+    line.num_computed, line.output_ids = len(prompt), list(source.output_ids)
+    assert receiver.run(30) == [expected]
 
 
 def test_the_batch_puts_longer_decodes_first_and_names_their_rows(loaded):

@@ -2,7 +2,8 @@
 
 import pytest
 
-from cluster.engine.scheduler import AGING_S, StepScheduler
+from cluster.engine.rules import Rules
+from cluster.engine.scheduler import StepScheduler
 from cluster.errors import Cancelled, DeadlineExceeded, EngineFault, InvalidRequest, WorkerLost
 from cluster.kv.block_pool import BlockPool
 from cluster.request import FinishReason
@@ -171,7 +172,7 @@ class TestRefusal:
     def test_empty_work_is_refused(self, make_engine):
         engine = make_engine()
         no_prompt = engine.add("a", num_prompt_tokens=0)
-        no_tokens = engine.add("b", max_tokens=0)
+        no_tokens = engine.add("b", max_tokens=-1)
         engine.step()
         assert engine.end(no_prompt).error.field == "prompt"
         assert engine.end(no_tokens).error.field == "max_tokens"
@@ -297,7 +298,7 @@ class TestAdmission:
         engine.add("a", num_prompt_tokens=18, max_tokens=14)
         engine.step()
         big = engine.add("big", num_prompt_tokens=30, max_tokens=2)
-        engine.clock.advance(AGING_S + 1)
+        engine.clock.advance(Rules().ordering.aging_s + 1)
         late = engine.add("late", num_prompt_tokens=5, max_tokens=2)
         engine.run_to_end()
         assert engine.log.started.index(big.key) < engine.log.started.index(late.key)
@@ -308,7 +309,7 @@ class TestAdmission:
         engine.add("a", num_prompt_tokens=18, max_tokens=14)
         engine.step()
         engine.add("big", num_prompt_tokens=30, max_tokens=2)
-        engine.clock.advance(AGING_S + 1)
+        engine.clock.advance(Rules().ordering.aging_s + 1)
         imported = engine.add_imported("i", num_prompt_tokens=7, max_tokens=3)
         assert sizes(engine.step()) == [("a", 1), ("i", 1)]
         engine.run_to_end()
@@ -543,9 +544,9 @@ class TestDeadline:
 
     def test_the_next_one_is_known(self, make_engine):
         engine = make_engine()
-        assert engine.scheduler.next_deadline is None
+        assert engine.scheduler.next_instant is None
         sequences = [engine.add(f"r{i}", deadline=200.0 + i) for i in range(3)]
-        assert engine.scheduler.next_deadline == 200.0
+        assert engine.scheduler.next_instant == 200.0
         for sequence in sequences:
             engine.abort(sequence)
 
@@ -562,6 +563,16 @@ class TestHandover:
         engine.pool.rename(sequence.key, ("export", "h"))
         engine.pool.release(("export", "h"))
         engine.assert_idle()
+
+    def test_tells_each_step_how_much_is_computed(self, make_engine):
+        engine = make_engine(chunk_tokens=8)
+        sequence = engine.add(num_prompt_tokens=19, hands_over_at=1)
+        other = engine.add("stays", num_prompt_tokens=19, max_tokens=2)
+        engine.run_to_end()
+        told = [pair for events in engine.log.batches for pair in events.computed]
+        assert told == [(sequence.key, 8), (sequence.key, 16), (sequence.key, 19)]
+        assert engine.tokens(other)
+        engine.pool.release(sequence.key)
 
     def test_one_that_also_finishes_is_not_handed_over(self, make_engine):
         engine = make_engine(runner=FakeRunner(script={("eos", 0): EOS_ID}))

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.errors import Cancelled, DeadlineExceeded, InvalidRequest
 from cluster.request import FinishReason
-from tests.factories import BLOCK_SIZE, Engine, expected_tokens
+from tests.factories import BLOCK_SIZE, Engine, expected_tokens, make_prompt
 
 _SETTINGS = [
     # blocks, slots, budget, chunk
@@ -26,12 +26,15 @@ _SETTINGS = [
 class World:
     """Random clients, a decode worker that imports, and exports that hold blocks for a while."""
 
-    def __init__(self, seed: int, num_blocks: int, slots: int, budget: int, chunk: int) -> None:
+    def __init__(self, seed: int, settings: tuple[int, ...], *, has_prefix_cache: bool) -> None:
+        num_blocks, slots, budget, chunk = settings
         self.rng = random.Random(seed)
+        self.has_prefix_cache = has_prefix_cache
         self.slots, self.token_budget = slots, budget
         self.engine = Engine(
-            num_blocks=num_blocks, max_num_seqs=slots, token_budget=budget, chunk_tokens=chunk
-        )
+            num_blocks=num_blocks, max_num_seqs=slots, token_budget=budget, chunk_tokens=chunk,
+            has_prefix_cache=has_prefix_cache,
+        )  # fmt: skip
         self.sequences = []
         self.may_disturb = True
         self.outside = []
@@ -44,6 +47,10 @@ class World:
             [1, 3, 4, 5, rng.randint(1, capacity // 2), rng.randint(1, capacity)]
         )
         fields = {"num_prompt_tokens": num_prompt, "max_tokens": rng.randint(1, 30)}
+        if self.has_prefix_cache:
+            # A few prompts that begin alike; what each goes on with is its own.
+            fields["prompt_ids"] = make_prompt(num_prompt, rng.choice(("alike", "alike too", name)))
+            fields["tenant"] = rng.choice(("", "t"))
         # Arrivals are stamped on other threads: their order isn't quite that of the queue.
         fields["arrived"] = engine.clock.now() - rng.random() * 0.1
         if rng.random() < 0.1:
@@ -116,10 +123,12 @@ class World:
 
 
 @pytest.mark.parametrize("settings", _SETTINGS, ids=str)
-@pytest.mark.parametrize("seed", range(3))
-def test_chaos(seed, settings):
+@pytest.mark.parametrize(
+    ("seed", "has_prefix_cache"), [(0, False), (1, False), (2, True), (3, True)]
+)
+def test_chaos(seed, has_prefix_cache, settings):
     """P-15, P-16: undisturbed tokens, each end once, no leak, and always some progress."""
-    world = World(seed, *settings)
+    world = World(seed, settings, has_prefix_cache=has_prefix_cache)
     idle_steps = 0
     for _ in range(1500):
         if world.rng.random() < 0.2 and world.engine.scheduler.num_waiting < 12:
@@ -133,12 +142,13 @@ def test_chaos(seed, settings):
         world.check_copies()
     world.may_disturb = False
     for _ in range(20_000):
-        if not world.step() and not world.outside and not world.engine.scheduler.next_deadline:
+        if not world.step() and not world.outside and not world.engine.scheduler.next_instant:
             break
     world.check_ends()
     world.engine.assert_idle()
     assert len(world.sequences) > 50
     assert settings[0] > 20 or world.engine.scheduler.num_preemptions > 0
+    assert has_prefix_cache == (world.engine.scheduler.num_cached_tokens > 20)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from cluster.errors import EngineFault
-from cluster.model.sampler import Draw, gumbel_noise, sample
+from cluster.model.draw import Draw
+from cluster.model.sampler import gumbel_noise, sample
 from cluster.request import SamplingParams
 
 

@@ -1,0 +1,101 @@
+"""How many blocks a sequence needs, and how it gets them when it starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cluster.engine.finish import Limits
+from cluster.engine.prefix_reuse import PrefixReuse
+from cluster.engine.rules import Rules
+from cluster.kv.block_pool import BlockPool
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from cluster.engine.sequence import Sequence
+
+
+@dataclass(slots=True, eq=False)
+class Room:
+    """The pool as a scheduler uses it; numbers are of blocks."""
+
+    pool: BlockPool
+    prefix: PrefixReuse
+    block_size: int
+    limits: Limits
+    rules: Rules
+    num_cached_tokens: int = 0
+    _num_set_aside: int = 0
+
+    def short(self, sequence: Sequence) -> int:
+        """Return how many it lacks for its tokens."""
+        return self._blocks_for(sequence.num_tokens) - len(sequence.block_ids)
+
+    def short_to_start(self, sequence: Sequence) -> int:
+        """Return how many it lacks to start."""
+        return self._wanted(sequence) - len(sequence.block_ids)
+
+    def next_growth(self, sequence: Sequence) -> int:
+        """Return how many its next token will need on top of those for its present ones."""
+        num_next = min(sequence.num_tokens + 1, self.limits.max_kv_tokens(sequence))
+        covered = max(len(sequence.block_ids), self._wanted(sequence))
+        return max(0, self._blocks_for(num_next) - covered)
+
+    def growing(self, running: Iterable[Sequence]) -> int:
+        """Return how many those that run need for their tokens and their next ones."""
+        return sum(self.next_growth(s) + max(0, self.short(s)) for s in running)
+
+    def needs_all(self, sequence: Sequence) -> bool:
+        """Whether it starts only with blocks for all that may come, since nobody will give it any
+        later, or it will never give up any."""
+        return not self.rules.preempts or sequence.num_preemptions >= self.rules.max_preemptions
+
+    def cover(self, sequence: Sequence, num_spare: int) -> bool:
+        """Give it the blocks it needs to start, if ``num_spare`` are left free after that.
+
+        One without blocks begins with those of its longest known prefix, computed already.
+        """
+        num_short = self.short_to_start(sequence)
+        if num_short <= 0:
+            return True
+        with self.pool.lock:
+            prefix = [] if sequence.block_ids else self.prefix.match(sequence)
+            block_ids = self.pool.allocate(
+                num_short - len(prefix), sequence.key, prefix=prefix, num_spare=num_spare
+            )
+        if block_ids is None:
+            return False
+        sequence.block_ids.extend(block_ids)
+        if prefix:
+            self._skip(sequence, len(prefix) * self.block_size)
+        return True
+
+    def set_aside(self, running: Iterable[Sequence], preempted: Sequence | None) -> None:
+        """Keep new imports from blocks that started sequences wait for."""
+        num_blocks = sum(max(0, self.short(sequence)) for sequence in running)
+        if preempted is not None:
+            num_blocks += self.short_to_start(preempted) + self.next_growth(preempted)
+        if num_blocks != self._num_set_aside:
+            self._num_set_aside = num_blocks
+            self.pool.set_aside(num_blocks)
+
+    def _skip(self, sequence: Sequence, num_found: int) -> None:
+        """Take its first tokens as computed: what it found in the cache."""
+        sequence.num_computed_tokens = num_found
+        # Prompt tokens that it computed before it was preempted count as prefilled already.
+        num_found = min(num_found, sequence.num_prompt_tokens)
+        num_new = max(0, num_found - sequence.num_prefilled_tokens)
+        sequence.num_prefilled_tokens += num_new
+        sequence.num_cached_tokens += num_new
+        self.num_cached_tokens += num_new
+
+    def _wanted(self, sequence: Sequence) -> int:
+        """Return how many it must have to start."""
+        num_tokens = sequence.num_tokens
+        if self.needs_all(sequence):
+            num_tokens = self.limits.max_kv_tokens(sequence)
+        return self._blocks_for(num_tokens)
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)

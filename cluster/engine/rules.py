@@ -1,0 +1,62 @@
+"""How one engine orders, batches and preempts: the deploy file's words as the scheduler's rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from cluster.config import Batching, Policy, Preemption
+from cluster.policy.batching import Gate, make_gate
+from cluster.policy.order import Ordering
+from cluster.policy.tiers import Tiers
+
+if TYPE_CHECKING:
+    from cluster.config import PoolConfig, SchedulingConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """By default: first come, first served, continuous batching, recompute preemption."""
+
+    ordering: Ordering = field(default_factory=Ordering)
+    tiers: Tiers = field(default_factory=lambda: Tiers(names=("default",), default="default"))
+    batching: Batching = Batching.CONTINUOUS
+    batch_size: int = 0
+    """0: all slots."""
+    batch_window_s: float = 0.0
+    preempts: bool = True
+    """Otherwise each sequence starts with room for all that may come."""
+    max_preemptions: int = 3
+    """Of one sequence; after these it starts again only with room for all that may come."""
+
+    @classmethod
+    def of(cls, scheduling: SchedulingConfig, pool: PoolConfig) -> Rules:
+        """Return the rules of a pool's workers."""
+        return cls(
+            ordering=Ordering.of(scheduling),
+            tiers=Tiers.of(scheduling),
+            batching=pool.batching,
+            batch_size=pool.batch_size,
+            batch_window_s=pool.batch_window_ms / 1000.0,
+            preempts=scheduling.preemption is not Preemption.OFF,
+            max_preemptions=scheduling.max_preemptions,
+        )
+
+    @property
+    def takes_from_below(self) -> bool:
+        """Whether a sequence may take the slot or the blocks of one of a lower tier."""
+        is_continuous = self.batching is Batching.CONTINUOUS
+        return self.preempts and is_continuous and self.ordering.policy is Policy.PRIORITY
+
+    def gate(self, num_slots: int) -> Gate:
+        """Return a new gate for a batch of at most ``num_slots``."""
+        return make_gate(
+            self.batching,
+            num_slots=num_slots,
+            size=self.batch_size,
+            window_s=self.batch_window_s,
+        )
+
+    def tier(self, name: str) -> int:
+        """Return how high a sequence's tier is; the same for all where tiers have no say."""
+        return self.tiers.rank(name) if self.ordering.policy is Policy.PRIORITY else 0

@@ -1,0 +1,45 @@
+"""A tiny Llama for the engine's tests: transformers' own, ours, and engines that run it."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from cluster.config import Dtype
+from cluster.engine.runner import ModelRunner
+from cluster.kv.cache import PagedCache
+from cluster.model.loader import load_model
+from tests.factories import BLOCK_SIZE, Engine
+from tests.factories_model import write_tiny_llama
+
+
+class RealRunner(ModelRunner):
+    """For engines stepped by hand, which tell their fake runner what comes."""
+
+    def expect(self, sequence):
+        """Real tensors need no forewarning."""
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory):
+    return write_tiny_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="session")
+def tiny_reference(tiny_folder):
+    return AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
+
+
+@pytest.fixture(scope="session")
+def tiny_loaded(tiny_folder):
+    return load_model(tiny_folder, dtype=Dtype.FP32, device="cpu")
+
+
+@pytest.fixture(scope="session")
+def make_model_engine(tiny_loaded):
+    """Engines stepped by hand, with real tensors under them."""
+
+    def make(*, num_blocks=200, **options):
+        cache = PagedCache(tiny_loaded.layout(BLOCK_SIZE), num_blocks, tiny_loaded.device)
+        return Engine(num_blocks=num_blocks, runner=RealRunner(tiny_loaded, cache), **options)
+
+    return make
