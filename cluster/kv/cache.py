@@ -7,6 +7,7 @@ taken page by page as blocks are first written, so that an idle worker stays sma
 from __future__ import annotations
 
 import mmap
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from cluster.kv.layout import KVLayout
 
-TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Element types by the name that a layout carries."""
 
 
@@ -60,6 +61,35 @@ class PagedCache:
         for block_id, offset, length in _runs(block_ids):
             self._pool_NB[block_id : block_id + length].copy_(staged_NB[offset : offset + length])
 
+    def import_foreign(
+        self,
+        block_ids: Sequence[int],
+        first_token: int,
+        num_tokens: int,
+        staged_B: Tensor,
+        theirs: KVLayout,
+    ) -> None:
+        """Write a piece of an export whose blocks have another size or element type.
+
+        ``block_ids`` are ours for the whole export; the piece holds its tokens ``first_token ..
+        first_token + num_tokens`` in whole blocks of ``theirs``, the last of which may not be
+        full. A block of ours that the piece begins and does not fill is cleared first: its end
+        is read, masked, before it is written.
+        """
+        expected = theirs.num_blocks_for(num_tokens) * theirs.block_bytes
+        assert staged_B.dtype == torch.uint8, staged_B.dtype
+        assert staged_B.numel() == expected, (staged_B.numel(), expected)
+        staged = staged_B.to(self.device).view(TORCH_DTYPES[theirs.dtype])
+        from_NLKHTD = staged.view(-1, *_block_shape(theirs))
+        into_NLKHTD = self._pool_NB.view(self.dtype).view(-1, *_block_shape(self.layout))
+        for span in _spans(first_token, num_tokens, theirs.block_size, self.layout.block_size):
+            block_id = block_ids[span.block]
+            if span.begins_unfilled:
+                self._pool_NB[block_id].zero_()
+            source = from_NLKHTD[span.piece_block, ..., span.piece_slice, :]
+            target = into_NLKHTD[block_id, ..., span.slice, :]
+            target.copy_(self._stored(source))
+
     def clear_blocks(self, block_ids: Sequence[int]) -> None:
         """Zero blocks; stale NaNs of an earlier holder would pass through a masked product."""
         for block_id in block_ids:
@@ -84,8 +114,16 @@ class PagedCache:
     def write(self, layer: int, slots: Tensor, k_HnD: Tensor, v_HnD: Tensor) -> None:
         """Store n tokens' K and V of one layer at ``slots`` (of ``slot_index``)."""
         shift = layer * self._rows_per_layer * self.layout.block_size
-        kv = torch.cat([k_HnD, v_HnD]).view(-1, self.layout.head_dim)
+        kv = self._stored(torch.cat([k_HnD, v_HnD])).view(-1, self.layout.head_dim)
         self._slots.index_copy_(0, slots + shift, kv)
+
+    def rounded(self, kv: Tensor) -> Tensor:
+        """Return K or V as it would be read back: what is stored may be less exact.
+
+        Attention over a step's own K and V uses these, so that it sees the same values whether
+        they come from this step or from an earlier one.
+        """
+        return self._stored(kv).to(kv.dtype)
 
     def gather(self, layer: int, rows: Tensor) -> Tensor:
         """Return K and V ``[2, b * heads, n * block_size, head_dim]`` at ``rows``, contiguous.
@@ -101,11 +139,64 @@ class PagedCache:
         torch.index_select(self._rows, 0, rows + layer * self._rows_per_layer, out=out)
         return out
 
+    def _stored(self, kv: Tensor) -> Tensor:
+        if kv.dtype == self.dtype:
+            return kv
+        stored = kv.to(self.dtype)
+        if self.dtype is not torch.float16:
+            return stored
+        # What fp16 cannot hold is saturated: an infinity would turn the whole sequence into NaNs.
+        limit = torch.finfo(torch.float16).max
+        return stored.clamp_(-limit, limit)
+
     def _as_blocks(self, block_ids: Sequence[int], bytes_B: Tensor) -> Tensor:
         expected = len(block_ids) * self.layout.block_bytes
         assert bytes_B.dtype == torch.uint8, bytes_B.dtype
         assert bytes_B.numel() == expected, (bytes_B.numel(), expected)
         return bytes_B.view(len(block_ids), self.layout.block_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Tokens that lie in one block of a piece and in one block of ours."""
+
+    piece_block: int
+    piece_slice: slice
+    block: int
+    """Index in the export's table of our blocks."""
+    slice: slice
+    begins_unfilled: bool
+    """Whether the block begins here, and the piece ends within it."""
+
+
+def _spans(
+    first_token: int, num_tokens: int, piece_block_size: int, block_size: int
+) -> Iterator[_Span]:
+    """Cut a piece's tokens where a block of either side ends.
+
+    With 4 tokens a block there and 6 here, a piece of 10 tokens from token 4 on::
+
+        piece       [ 4 5 6 7 | 8 9 10 11 | 12 13 - - ]
+        ours   .. 4 5 ][ 6 7 8 9 10 11 ][ 12 13 0 0 0 0 ]
+                  span  span span        span, begins unfilled
+    """
+    token, end = first_token, first_token + num_tokens
+    while token < end:
+        piece_block, piece_offset = divmod(token - first_token, piece_block_size)
+        block, offset = divmod(token, block_size)
+        length = min(piece_block_size - piece_offset, block_size - offset, end - token)
+        yield _Span(
+            piece_block,
+            slice(piece_offset, piece_offset + length),
+            block,
+            slice(offset, offset + length),
+            offset == 0 and end - token < block_size,
+        )
+        token += length
+
+
+def _block_shape(layout: KVLayout) -> tuple[int, ...]:
+    return layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim
 
 
 def _zeros(num_bytes: int, device: torch.device) -> Tensor:

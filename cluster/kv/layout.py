@@ -1,11 +1,38 @@
-"""What the bytes of a KV block mean; two workers may exchange blocks only when they agree."""
+"""What the bytes of a KV block mean, and which meanings can be turned into one another.
+
+Two workers may exchange blocks when all fields agree but ``MAY_DIFFER``: the receiver converts
+those while it writes. Everything else names another model, or another part of one.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
 
-_ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+"""Bytes of one element by the name that a layout carries."""
+MAY_DIFFER = frozenset({"block_size", "dtype"})
+"""Fields in which a sender and a receiver may differ."""
+_MAX_COUNT = 1 << 24
+_MAX_NAME_CHARS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutDifference:
+    """One field in which two layouts differ, with both values as a layout line shows them."""
+
+    field: str
+    ours: str
+    theirs: str
+
+    @property
+    def is_convertible(self) -> bool:
+        """Whether blocks may be exchanged in spite of it."""
+        return self.field in MAY_DIFFER
+
+    def __str__(self) -> str:
+        """Return both values as a message shows them."""
+        return f"{self.field}: {self.ours} here, {self.theirs} there"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +48,7 @@ class KVLayout:
     block_size: int
     """Tokens per block."""
     dtype: str
-    """``fp32`` or ``bf16``."""
+    """``fp32``, ``bf16`` or ``fp16``; the weights' may be another."""
     model_fingerprint: str
     """Digest of the model's configuration and revision; KV of other weights is another KV."""
     shard_index: int = 0
@@ -31,7 +58,7 @@ class KVLayout:
     def token_bytes(self) -> int:
         """Bytes of one token's K and V over all layers."""
         elements = 2 * self.num_layers * self.num_kv_heads * self.head_dim
-        return elements * _ELEMENT_BYTES[self.dtype]
+        return elements * ELEMENT_BYTES[self.dtype]
 
     @property
     def block_bytes(self) -> int:
@@ -46,10 +73,40 @@ class KVLayout:
         """Return the fields as one canonical line."""
         return " ".join(f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self))
 
-    def mismatch(self, other: KVLayout) -> str | None:
-        """Name the first field that differs, with both values; None when the layouts agree."""
-        for f in dataclasses.fields(self):
-            mine, theirs = getattr(self, f.name), getattr(other, f.name)
-            if mine != theirs:
-                return f"{f.name}: {mine} here, {theirs} there"
-        return None
+    @classmethod
+    def parse(cls, line: str) -> KVLayout:
+        """Read a line of ``describe``; raises ValueError that names the field that is wrong."""
+        names = [f.name for f in dataclasses.fields(cls)]
+        pairs = [item.partition("=") for item in line.split(" ")]
+        if [name for name, _, _ in pairs] != names:
+            raise ValueError(f"layout: not the fields {', '.join(names)}")
+        texts = {name: text for name, _, text in pairs}
+        dtype, fingerprint = texts.pop("dtype"), texts.pop("model_fingerprint")
+        if dtype not in ELEMENT_BYTES:
+            raise ValueError(f"layout.dtype: not one of {', '.join(ELEMENT_BYTES)}")
+        if len(fingerprint) > _MAX_NAME_CHARS:
+            raise ValueError("layout.model_fingerprint: too long")
+        numbers = {name: _parse_count(name, text) for name, text in texts.items()}
+        return cls(dtype=dtype, model_fingerprint=fingerprint, **numbers)
+
+    def differences(self, other: KVLayout) -> tuple[LayoutDifference, ...]:
+        """Return every field that differs, ours first; empty where the layouts are equal."""
+        return tuple(
+            LayoutDifference(f.name, str(getattr(self, f.name)), str(getattr(other, f.name)))
+            for f in dataclasses.fields(self)
+            if getattr(self, f.name) != getattr(other, f.name)
+        )
+
+    def obstacle(self, other: KVLayout) -> LayoutDifference | None:
+        """Return the first difference that no conversion bridges; None: blocks may be exchanged."""
+        return next((d for d in self.differences(other) if not d.is_convertible), None)
+
+
+def _parse_count(name: str, text: str) -> int:
+    low = 0 if name == "shard_index" else 1
+    # Not int() alone: it takes spaces, signs and underscores, which no layout line has.
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise ValueError(f"layout.{name}: no number")
+    if not low <= int(text) <= _MAX_COUNT:
+        raise ValueError(f"layout.{name}: outside {low}..{_MAX_COUNT}")
+    return int(text)

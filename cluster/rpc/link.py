@@ -18,17 +18,17 @@ import asyncio
 import logging
 import threading
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from cluster.errors import PdserveError, StartupError
-from cluster.handoff import ManifestBytes
-from cluster.kv.layout import KVLayout
+from cluster.errors import PdserveError
+from cluster.handoff import AbortHandoff, Commit, ManifestBytes, Offer
 from cluster.rpc.link_convert import signal_from_wire, signal_to_wire
+from cluster.rpc.link_settings import LinkSettings, LinkState
 from cluster.rpc.link_thread import LinkThread
+from cluster.rpc.link_turns import LinkTurns
 from cluster.rpc.rendezvous import StreamRendezvous
-from cluster.transport.base import SENDER, ChannelClosed, PeerLost, Transport
-from cluster.transport.staging import StagedChannel, TransferLimits
+from cluster.transport.base import SENDER, Channel, ChannelClosed, PeerLost, TransportError
+from cluster.transport.staging import StagedChannel
 from cluster.wire import worker_pb2 as pb
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 class LinkEvents(Protocol):
     """What a half hears of its links; called on the event loop, and must not raise."""
@@ -53,36 +55,6 @@ class LinkEvents(Protocol):
 
     def on_link_lost(self, link: Link, reason: str) -> None:
         """The link is gone, whoever ended it; once for each link that was open."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkSettings:
-    """How one worker runs its links."""
-
-    layout: KVLayout
-    transport: Transport
-    limits: TransferLimits = field(default_factory=TransferLimits)
-    open_timeout_s: float = 5.0
-    """For the greeting, and again for opening the channel."""
-
-    @classmethod
-    def of(
-        cls,
-        layout: KVLayout,
-        transport: Transport,
-        limits: TransferLimits | None,
-        open_timeout_s: float,
-    ) -> LinkSettings:
-        """Return settings; refuses a staging buffer that holds not one block."""
-        limits = limits or TransferLimits(
-            staging_bytes=max(TransferLimits().staging_bytes, layout.block_bytes)
-        )
-        if limits.staging_bytes < layout.block_bytes:
-            raise StartupError(
-                f"a staging buffer of {limits.staging_bytes} bytes holds no block of "
-                f"{layout.block_bytes}"
-            )
-        return cls(layout=layout, transport=transport, limits=limits, open_timeout_s=open_timeout_s)
 
 
 class Link:
@@ -98,8 +70,15 @@ class Link:
         self._rendezvous = StreamRendezvous(self._publish)
         self._thread = LinkThread(f"link-{peer.worker_id}")
         self._staged: StagedChannel | None = None
+        self._turns: LinkTurns | None = None
+        self._num_moves = 0
+        self._under_way: set[str] = set()
+        """Handoffs that were offered and are not over, as far as the signals say."""
+        self._used_at = self._loop.time()
         self._events: LinkEvents | None = None
         self._opened = asyncio.Event()
+        self._num_manifests = 0
+        """Sent, or received: a link moves bytes one way."""
         self._lost: asyncio.Future[str] = self._loop.create_future()
         self._callbacks = threading.Lock()
 
@@ -118,9 +97,29 @@ class Link:
         """Why the link is gone; None while it is not."""
         return self._lost.result() if self._lost.done() else None
 
+    @property
+    def state(self) -> LinkState:
+        """What is told of an open link."""
+        return LinkState(
+            peer_worker_id=self.peer.worker_id,
+            epoch=self.epoch,
+            transport=self._check_alive().channel.kind or self._settings.transport.kind,
+        )
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since anything was under way; 0 while something is."""
+        is_used = self._num_moves > 0 or bool(self._under_way)
+        return 0.0 if is_used else self._loop.time() - self._used_at
+
+    def touch(self) -> None:
+        """Count as used now: somebody was given this link and is about to use it."""
+        self._used_at = self._loop.time()
+
     def signal(self, message: LinkSignal) -> None:
         """Send one message behind those before it; raises PeerLost on a lost link."""
         self._check_alive()
+        self._note(message)
         self._outbox.put_nowait(signal_to_wire(message))
 
     async def send_export(
@@ -135,10 +134,11 @@ class Link:
         """
         staged = self._check_alive()
         manifest.check_layout(self._settings.layout)
-        manifest = manifest.cut(self._settings.limits.staging_bytes)
+        self._num_manifests += 1
+        manifest = manifest.cut(self._settings.limits.staging_bytes, self._num_manifests)
         self._outbox.put_nowait(signal_to_wire(ManifestBytes(payload=manifest.pack())))
         guarded = self._guard(export)
-        await self._finish(self._thread.submit(lambda: staged.send(manifest, guarded, timeout_s)))
+        await self._move(lambda: staged.send(manifest, guarded, timeout_s))
 
     async def recv_import(
         self, manifest: Manifest, scatter: MoveBlocks, timeout_s: float | None = None
@@ -154,11 +154,24 @@ class Link:
         try:
             manifest.check_layout(self._settings.layout)
             staged.check_fits(manifest)
+            self._check_turn(manifest)
         except PdserveError as error:
             self.close(error.message)
             raise
         guarded = self._guard(scatter)
-        await self._finish(self._thread.submit(lambda: staged.recv(manifest, guarded, timeout_s)))
+        await self._move(lambda: staged.recv(manifest, guarded, timeout_s))
+
+    def _check_turn(self, manifest: Manifest) -> None:
+        """Refuse a manifest that is lost, repeated or out of order: other bytes would follow it.
+
+        A message that is longer than its buffer ends this process on some transports.
+        """
+        self._num_manifests += 1
+        if manifest.turn != self._num_manifests:
+            raise TransportError(
+                f"manifest {manifest.turn} came where {self._num_manifests} was due",
+                stage="transfer",
+            )
 
     def close(self, reason: str) -> None:
         """Drop the stream and the channel; idempotent. ``on_link_lost`` follows if it was open."""
@@ -167,6 +180,8 @@ class Link:
         self._lost.set_result(reason)
         logger.info("link=%s lost: %s", self.link_id, reason)
         self._rendezvous.fail(reason)
+        if self._turns is not None:
+            self._turns.fail(reason)
         self._thread.stop_after(self._close_channel)
         if self._opened.is_set() and self._events is not None:
             # Not from within: whoever closes a link may hold state that the handler changes.
@@ -199,7 +214,7 @@ class Link:
         """Open this end's channel on the link's thread; needs ``run`` beside it."""
         settings = self._settings
 
-        def open_staged() -> None:
+        def open_staged() -> Channel:
             channel = settings.transport.open(
                 link_id=self.link_id,
                 rank=rank,
@@ -207,15 +222,27 @@ class Link:
                 timeout_s=settings.open_timeout_s,
             )
             self._staged = StagedChannel(channel, settings.limits, settings.transport.device)
+            return channel
 
         try:
-            await self._finish(self._thread.submit(open_staged))
+            channel = await self._finish(self._thread.submit(open_staged))
         except Exception as error:
             self.close(f"the channel did not open: {error}")
             raise
+        if channel.transfer_lock is not None:
+            self._turns = LinkTurns(
+                rank=rank,
+                lock=channel.transfer_lock,
+                write=self._outbox.put_nowait,
+                patience_s=settings.limits.turn_s,
+            )
         self._opened.set()
-        side = "sender" if rank == SENDER else "receiver"
-        logger.info("link=%s open as %s", self.link_id, side)
+        logger.info(
+            "link=%s open as %s through %s",
+            self.link_id,
+            "sender" if rank == SENDER else "receiver",
+            (channel.kind or settings.transport.kind).value,
+        )
 
     # ---- inside
 
@@ -241,7 +268,37 @@ class Link:
 
         return guarded
 
-    async def _finish(self, job: asyncio.Future[None]) -> None:
+    async def _move(self, job: Callable[[], None]) -> None:
+        """Run a transfer on the link's thread, in its turn."""
+        self._num_moves += 1
+        try:
+            await self._finish(self._thread.submit(lambda: self._in_turn(job)))
+        finally:
+            self._num_moves -= 1
+            self.touch()
+
+    def _in_turn(self, job: Callable[[], None]) -> None:
+        # On the link's thread.
+        if self._turns is None:
+            job()
+            return
+        try:
+            with self._turns:
+                job()
+        except TransportError:
+            # A turn that did not come leaves the peer waiting for bytes.
+            self._close_channel()
+            raise
+
+    def _note(self, message: LinkSignal) -> None:
+        """Keep count of what is under way; a link is idle only when nothing is."""
+        if isinstance(message, Offer):
+            self._under_way.add(message.handoff_id)
+        elif isinstance(message, Commit | AbortHandoff):
+            self._under_way.discard(message.handoff_id)
+        self.touch()
+
+    async def _finish(self, job: asyncio.Future[T]) -> T:
         """Wait for a job of the link's thread, or for the link's end; cancelling only delays."""
         cancelled = await _wait_out(job, self._lost)
         if not job.done():
@@ -256,7 +313,7 @@ class Link:
         if not job.done():
             self._check_alive()
             raise PeerLost(f"link lost: {self.lost_reason}", stage="link")
-        job.result()
+        return job.result()
 
     def _pass_callbacks(self) -> None:
         with self._callbacks:
@@ -273,7 +330,12 @@ class Link:
                     self._rendezvous.deliver(message.store.key, message.store.value)
                     continue
                 await self._opened.wait()  # the peer may be through with opening a little earlier
-                self._dispatch(signal_from_wire(message))
+                if self._turns is not None and message.WhichOneof("kind") == "lock":
+                    self._turns.hear(message.lock)
+                    continue
+                signal = signal_from_wire(message)
+                self._note(signal)
+                self._dispatch(signal)
             self.close("the peer ended the stream")
         except PdserveError as error:
             self.close(error.message)
@@ -297,26 +359,6 @@ class Link:
             self.close(f"the stream broke: {_describe(error)}")
 
 
-class LinkThreads:
-    """The threads of one side's links, to be waited for when the worker stops.
-
-    A process that ends while one is tearing a channel down may die in it.
-    """
-
-    def __init__(self) -> None:
-        self._ended: set[asyncio.Future[None]] = set()
-
-    def add(self, link: Link) -> None:
-        """Remember the link's thread until it ends."""
-        self._ended.add(link.ended)
-        link.ended.add_done_callback(self._ended.discard)
-
-    async def wait(self, timeout_s: float = 1.0) -> None:
-        """Wait for those of closed links; not for ever: one may be blocked by a silent peer."""
-        if self._ended:
-            await asyncio.wait(self._ended, timeout=timeout_s)
-
-
 async def _wait_out(*futures: asyncio.Future[Any]) -> bool:
     """Wait for the first of ``futures``, through cancellation; whether there was one."""
     cancelled = False
@@ -328,7 +370,7 @@ async def _wait_out(*futures: asyncio.Future[Any]) -> bool:
     return cancelled
 
 
-def _reason(job: asyncio.Future[None]) -> str:
+def _reason(job: asyncio.Future[Any]) -> str:
     error = job.exception() if job.done() and not job.cancelled() else None
     return str(error) if error is not None else "the channel died"
 

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, NoReturn
 import grpc
 
 from cluster.errors import HandoffFailed, PdserveError
-from cluster.rpc.link import Link, LinkEvents, LinkSettings, LinkThreads
+from cluster.rpc.link import Link, LinkEvents
 from cluster.rpc.link_convert import layout_from_wire, peer_from_wire
+from cluster.rpc.link_settings import LinkSettings, LinkState
+from cluster.rpc.link_thread import LinkThreads
 from cluster.rpc.options import INCARNATION_METADATA
 from cluster.transport.base import RECEIVER
 from cluster.wire import worker_pb2 as pb
@@ -83,6 +85,11 @@ class LinkAcceptor:
                 await opening
         await context.abort(grpc.StatusCode.ABORTED, reason)
 
+    @property
+    def states(self) -> tuple[LinkState, ...]:
+        """What is told of the links that are open."""
+        return tuple(link.state for link in self._links.values() if link.is_open)
+
     async def close(self) -> None:
         """Drop every link and accept no more; idempotent. The calls end by themselves."""
         self._is_closed = True
@@ -109,13 +116,12 @@ class LinkAcceptor:
             )
         try:
             sender = peer_from_wire(hello.sender)
-            mismatch = self._settings.layout.mismatch(layout_from_wire(hello.layout))
+            theirs = layout_from_wire(hello.layout)
         except PdserveError as error:
             await _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, error.message)
-        if mismatch is not None:
-            await _refuse(
-                context, grpc.StatusCode.FAILED_PRECONDITION, f"KV layouts differ in {mismatch}"
-            )
+        obstacle = self._settings.obstacle(theirs)
+        if obstacle is not None:
+            await _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, obstacle)
         if self._is_closed:
             await _refuse(context, grpc.StatusCode.UNAVAILABLE, "stopping")
         if len(self._links) >= MAX_LINKS and sender.incarnation not in self._links:

@@ -12,7 +12,7 @@ from cluster.handoff import (
     ManifestBytes,
     Offer,
 )
-from cluster.kv.layout import KVLayout
+from cluster.kv.layout import ELEMENT_BYTES, KVLayout
 from cluster.request import LegKey, Peer
 from cluster.rpc.convert import key_to_wire, peer_to_wire
 from cluster.transport.manifest import MAX_PACKED_BYTES
@@ -22,7 +22,6 @@ _MAX_ID_CHARS = 256
 _MAX_DETAIL_CHARS = 1024
 _MAX_COUNT = 1 << 24
 _LAYOUT_FIELDS = ("num_layers", "num_kv_heads", "head_dim", "block_size", "num_shards")
-_DTYPES = ("fp32", "bf16")
 
 _CAUSE_TO_WIRE = {cause: pb.AbortCause.Value(f"ABORT_CAUSE_{cause.name}") for cause in AbortCause}
 _CAUSE_FROM_WIRE = {number: cause for cause, number in _CAUSE_TO_WIRE.items()}
@@ -61,7 +60,7 @@ def layout_from_wire(wire: pb.KVLayout) -> KVLayout:
     """Return the peer's KV layout."""
     for name in _LAYOUT_FIELDS:
         _count(f"layout.{name}", getattr(wire, name))
-    if wire.dtype not in _DTYPES:
+    if wire.dtype not in ELEMENT_BYTES:
         raise _bad("layout.dtype", "is none that is known")
     return KVLayout(
         num_layers=wire.num_layers,
@@ -85,6 +84,7 @@ def signal_to_wire(signal: LinkSignal) -> pb.LinkMessage:
                     key=key_to_wire(key),
                     num_blocks=signal.num_blocks,
                     num_tokens=signal.num_tokens,
+                    is_redirected=signal.is_redirected,
                 )
             )
         case Credit(handoff_id=handoff_id):
@@ -133,6 +133,7 @@ def _offer_from_wire(wire: pb.Offer) -> Offer:
         key=key,
         num_blocks=_count("offer.num_blocks", wire.num_blocks),
         num_tokens=_count("offer.num_tokens", wire.num_tokens),
+        is_redirected=wire.is_redirected,
     )
 
 

@@ -3,6 +3,9 @@
 One live link per incarnation of a peer; whoever needs it while it is being opened waits for the
 same dial. A link that is lost is forgotten, and the next caller dials anew: a new epoch, a new
 connection, nothing shared with the old one.
+
+This side also closes links on which nothing was under way for a while: only this side begins
+anything, so nothing can be on its way over a link that it closes.
 """
 
 from __future__ import annotations
@@ -13,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from cluster.errors import HandoffFailed, PdserveError, WorkerLost
-from cluster.rpc.link import Link, LinkEvents, LinkSettings, LinkThreads
+from cluster.rpc.link import Link, LinkEvents
 from cluster.rpc.link_convert import hello_to_wire
+from cluster.rpc.link_settings import LinkSettings, LinkState
+from cluster.rpc.link_thread import LinkThreads
 from cluster.rpc.options import CHANNEL_OPTIONS, INCARNATION_METADATA
 from cluster.transport.base import SENDER
 from cluster.wire import worker_pb2_grpc
@@ -29,6 +34,9 @@ if TYPE_CHECKING:
     from cluster.wire import worker_pb2 as pb
 
     LinkCall = grpc.aio.StreamStreamCall[pb.LinkMessage, pb.LinkMessage]
+
+
+_IDLE_LOOK_S = 0.01
 
 
 class LinkDialer:
@@ -50,6 +58,8 @@ class LinkDialer:
         self._links: dict[str, Link] = {}
         self._dials: dict[str, asyncio.Task[Link]] = {}
         self._runs: set[asyncio.Task[None]] = set()
+        self._looks: dict[Link, asyncio.TimerHandle] = {}
+        """The next look of each link at whether it is idle."""
         self._threads = LinkThreads()
         self._is_closed = False
 
@@ -63,6 +73,7 @@ class LinkDialer:
             raise HandoffFailed("this worker is stopping", stage="link")
         link = self._links.get(peer.incarnation)
         if link is not None and link.is_open:
+            link.touch()
             return link
         dial = self._dials.get(peer.incarnation)
         if dial is None:
@@ -75,6 +86,11 @@ class LinkDialer:
         if dial.cancelled():
             raise HandoffFailed("this worker is stopping", stage="link")
         return dial.result()
+
+    @property
+    def states(self) -> tuple[LinkState, ...]:
+        """What is told of the links that are open."""
+        return tuple(link.state for link in self._links.values() if link.is_open)
 
     async def close(self) -> None:
         """Drop every link, and wait until their streams are gone; idempotent."""
@@ -122,7 +138,21 @@ class LinkDialer:
             elif not link.is_open:
                 link.close("the dial failed")
         self._links[peer.incarnation] = link
+        self._close_when_idle(link)
         return link
+
+    def _close_when_idle(self, link: Link) -> None:
+        """Look again each time it could have become idle."""
+        self._looks.pop(link, None)
+        if not link.is_open:
+            return
+        patience_s = self._settings.limits.idle_s
+        if link.idle_s >= patience_s:
+            link.close("idle")
+            return
+        self._looks[link] = asyncio.get_running_loop().call_later(
+            max(patience_s - link.idle_s, _IDLE_LOOK_S), self._close_when_idle, link
+        )
 
     async def _greet(
         self, call: LinkCall, incoming: AsyncIterator[pb.LinkMessage], peer: Peer
@@ -145,6 +175,8 @@ class LinkDialer:
         finally:
             if self._links.get(link.peer.incarnation) is link:
                 del self._links[link.peer.incarnation]
+            if (look := self._looks.pop(link, None)) is not None:
+                look.cancel()
             call.cancel()
             await channel.close(None)
 

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from cluster.rpc.link import Link
+
 T = TypeVar("T")
 
 _Job = tuple["Callable[[], Any]", "asyncio.Future[Any] | None"]
@@ -59,6 +61,26 @@ class LinkThread:
     def _tell(self, future: asyncio.Future[Any], result: Any, error: Any) -> None:
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more
             self._loop.call_soon_threadsafe(_settle, future, result, error)
+
+
+class LinkThreads:
+    """The threads of one side's links, to be waited for when the worker stops.
+
+    A process that ends while one is tearing a channel down may die in it.
+    """
+
+    def __init__(self) -> None:
+        self._ended: set[asyncio.Future[None]] = set()
+
+    def add(self, link: Link) -> None:
+        """Remember the link's thread until it ends."""
+        self._ended.add(link.ended)
+        link.ended.add_done_callback(self._ended.discard)
+
+    async def wait(self, timeout_s: float = 1.0) -> None:
+        """Wait for those of closed links; not for ever: one may be blocked by a silent peer."""
+        if self._ended:
+            await asyncio.wait(self._ended, timeout=timeout_s)
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from cluster.config import TransportKind
+    from cluster.transport.transfer_lock import TransferLock
 
 SENDER = 0
 """Rank of the end that sends: the prefill worker."""
@@ -39,6 +40,13 @@ class TransferTimeout(TransportError):
 
 class ChannelClosed(TransportError):
     """This end was closed before, or died of an earlier failure."""
+
+
+class CorruptPayload(HandoffFailed):
+    """All bytes came, and they are not those that were sent; the channel is whole.
+
+    The copy at the sender is not to be trusted either: where the bytes changed is unknown.
+    """
 
 
 class Rendezvous(ABC):
@@ -64,6 +72,11 @@ class Channel(ABC):
     difference badly (gloo takes a shorter message without a word, and a longer one ends the
     process).
     """
+
+    kind: TransportKind | None = None
+    """What moves the bytes, where the transport that opened it chose for this link."""
+    transfer_lock: TransferLock | None = None
+    """Of the GPU whose transfers must not overlap; None where they may."""
 
     def __init__(self) -> None:
         self._death: str | None = None

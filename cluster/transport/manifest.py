@@ -1,4 +1,8 @@
-"""The header of a handoff, as msgpack: what follows on the channel, and what it means.
+"""The header of a handoff's segment, as msgpack: what follows on the channel, and what it means.
+
+An export travels in segments, each with a manifest of its own: blocks whose tokens are computed go
+out while later ones are being computed. The last segment ends with the export's last block and
+carries the tokens drawn so far.
 
 Whatever comes off a wire is checked field by field before anything is done with it: type, size
 and sense. A manifest that is wrong in any way is a HandoffFailed that names the field.
@@ -7,36 +11,42 @@ and sense. A manifest that is wrong in any way is a HandoffFailed that names the
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgpack
 
 from cluster.errors import HandoffFailed
+from cluster.kv.layout import KVLayout
+from cluster.request import TokenLogprobs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from cluster.kv.layout import KVLayout
     from cluster.request import LegKey
 
-VERSION = 1
+VERSION = 2
 MAX_PACKED_BYTES = 1 << 20
 _MAX_ID_CHARS = 256
 _MAX_LAYOUT_CHARS = 2048
 _MAX_TOKENS = 1 << 24
 _MAX_BLOCKS = 1 << 24
 _MAX_BYTES = 1 << 44
+_MAX_TURNS = 1 << 53
 _MAX_OUTPUT_IDS = 1 << 17
 _MAX_TOKEN_ID = (1 << 31) - 1
+_MAX_TOP_LOGPROBS = 1 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """One handoff's blocks on their way; ``num_bytes`` of them follow, in pieces.
+    """One segment of a handoff on its way; ``num_bytes`` follow, in pieces.
 
-    Each piece holds ``piece_blocks`` whole blocks, the last one what is left. ``output_ids`` are
-    the tokens sampled so far, of which the first token is always one.
+    Each piece holds ``piece_blocks`` whole blocks, the last one what is left. All blocks are the
+    sender's::
+
+        export    0 [ earlier segments ) first_block [ this one ) [ later ones ) whole blocks
     """
 
     handoff_id: str
@@ -46,15 +56,23 @@ class Manifest:
     layout: str
     """The sender's KV layout as one canonical line."""
     num_tokens: int
-    """Tokens whose KV is computed."""
+    """Tokens of the whole export."""
+    first_block: int
     num_blocks: int
     num_bytes: int
     piece_blocks: int
+    is_last: bool
+    """Whether the export is whole with this segment."""
     output_ids: tuple[int, ...]
+    """With the last segment: the tokens drawn so far, of which there is always one. Else none."""
+    logprobs: TokenLogprobs | None = None
+    """Of the last of them, where the request asked for them."""
+    turn: int = 0
+    """Counts the link's manifests from 1 on; the link sets it when it sends one."""
     version: int = VERSION
 
     @classmethod
-    def of(
+    def of(  # noqa: PLR0913 (what a manifest tells)
         cls,
         handoff_id: str,
         key: LegKey,
@@ -62,9 +80,17 @@ class Manifest:
         *,
         num_tokens: int,
         output_ids: tuple[int, ...],
+        blocks: range | None = None,
+        logprobs: TokenLogprobs | None = None,
     ) -> Manifest:
-        """Describe the export of ``num_tokens`` tokens, in one piece; a link cuts it smaller."""
-        num_blocks = layout.num_blocks_for(num_tokens)
+        """Describe ``blocks`` of an export of ``num_tokens`` tokens; by default all of it.
+
+        In one piece: a link cuts it smaller. The tokens go with the last segment only.
+        """
+        whole = range(layout.num_blocks_for(num_tokens))
+        blocks = whole if blocks is None else blocks
+        is_last = blocks.stop == whole.stop
+        num_blocks = len(blocks)
         return cls(
             handoff_id=handoff_id,
             request_id=key.request_id,
@@ -72,10 +98,13 @@ class Manifest:
             choice=key.choice,
             layout=layout.describe(),
             num_tokens=num_tokens,
+            first_block=blocks.start,
             num_blocks=num_blocks,
             num_bytes=num_blocks * layout.block_bytes,
             piece_blocks=num_blocks,
-            output_ids=output_ids,
+            is_last=is_last,
+            output_ids=output_ids if is_last else (),
+            logprobs=logprobs if is_last else None,
         )
 
     @property
@@ -83,8 +112,8 @@ class Manifest:
         """Bytes of one block."""
         return self.num_bytes // self.num_blocks
 
-    def cut(self, max_piece_bytes: int) -> Manifest:
-        """Return this manifest with pieces of at most so many bytes, all as big as can be."""
+    def cut(self, max_piece_bytes: int, turn: int = 0) -> Manifest:
+        """Return this manifest for its turn, in pieces of at most so many bytes, all as big."""
         piece_blocks = max_piece_bytes // self.block_bytes
         if piece_blocks < 1:
             raise HandoffFailed(
@@ -92,31 +121,43 @@ class Manifest:
                 f"{max_piece_bytes}",
                 stage="transfer",
             )
-        return dataclasses.replace(self, piece_blocks=min(piece_blocks, self.num_blocks))
+        piece_blocks = min(piece_blocks, self.num_blocks)
+        return dataclasses.replace(self, piece_blocks=piece_blocks, turn=turn)
 
     def pieces(self) -> Iterator[tuple[int, int]]:
-        """Yield (first block, number of blocks) of each piece, in the order of sending."""
+        """Yield (first block, number of blocks) of each piece, counted from ``first_block``."""
         for start in range(0, self.num_blocks, self.piece_blocks):
             yield start, min(self.piece_blocks, self.num_blocks - start)
 
+    def sender_layout(self) -> KVLayout:
+        """Return the layout of the blocks; raises HandoffFailed where its line is none."""
+        try:
+            return KVLayout.parse(self.layout)
+        except ValueError as error:
+            raise _bad("layout", str(error)) from error
+
     def check_layout(self, layout: KVLayout) -> None:
-        """Raise HandoffFailed unless these are blocks of ``layout``, every byte of them."""
-        mine, theirs = layout.describe().split(), self.layout.split()
-        for here, there in zip(mine, theirs, strict=False):
-            if here != there:
-                raise _bad("layout", f"{here} here, {there} there")
-        if len(mine) != len(theirs):
-            raise _bad("layout", f"{len(mine)} fields here, {len(theirs)} there")
-        if self.num_blocks != layout.num_blocks_for(self.num_tokens):
-            raise _bad("num_blocks", f"{self.num_blocks} for {self.num_tokens} tokens")
-        if self.block_bytes != layout.block_bytes:
-            raise _bad("num_bytes", f"{self.block_bytes} a block, {layout.block_bytes} here")
+        """Raise HandoffFailed unless these are whole blocks that ``layout`` can take in."""
+        theirs = self.sender_layout()
+        obstacle = layout.obstacle(theirs)
+        if obstacle is not None:
+            raise _bad("layout", str(obstacle))
+        whole, end = theirs.num_blocks_for(self.num_tokens), self.first_block + self.num_blocks
+        if end > whole or (end == whole) != self.is_last:
+            is_or_not = "is" if self.is_last else "is not"
+            raise _bad(
+                "num_blocks",
+                f"block {end} of {whole} for {self.num_tokens} tokens {is_or_not} the last",
+            )
+        if self.block_bytes != theirs.block_bytes:
+            raise _bad("num_bytes", f"{self.block_bytes} a block, {theirs.block_bytes} expected")
 
     def pack(self) -> bytes:
         """Return the manifest as msgpack."""
-        packed: bytes = msgpack.packb(
-            {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        )
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        if self.logprobs is not None:
+            fields["logprobs"] = [self.logprobs.logprob, [*map(list, self.logprobs.top)]]
+        packed: bytes = msgpack.packb(fields)
         return packed
 
     @classmethod
@@ -137,15 +178,21 @@ class Manifest:
             choice=_take_int(fields, "choice", 0, _MAX_TOKENS),
             layout=_take_str(fields, "layout", _MAX_LAYOUT_CHARS),
             num_tokens=_take_int(fields, "num_tokens", 1, _MAX_TOKENS),
+            turn=_take_int(fields, "turn", 0, _MAX_TURNS),
+            first_block=_take_int(fields, "first_block", 0, _MAX_BLOCKS),
             num_blocks=_take_int(fields, "num_blocks", 1, _MAX_BLOCKS),
             num_bytes=_take_int(fields, "num_bytes", 1, _MAX_BYTES),
             piece_blocks=_take_int(fields, "piece_blocks", 1, _MAX_BLOCKS),
+            is_last=_take_bool(fields, "is_last"),
             output_ids=_take_ids(fields, "output_ids"),
+            logprobs=_take_logprobs(fields, "logprobs"),
         )
         if manifest.num_bytes % manifest.num_blocks:
             raise _bad("num_bytes", "is no multiple of num_blocks")
         if manifest.piece_blocks > manifest.num_blocks:
             raise _bad("piece_blocks", "is more than num_blocks")
+        if manifest.is_last != bool(manifest.output_ids):
+            raise _bad("output_ids", "come with the last segment, and only with it")
         return manifest
 
 
@@ -191,11 +238,40 @@ def _take_ids(fields: dict[str, Any], name: str) -> tuple[int, ...]:
     value = fields.get(name)
     if type(value) is not list:
         raise _bad(name, f"is {type(value).__name__}, not a list")
-    if not 0 < len(value) <= _MAX_OUTPUT_IDS:
-        raise _bad(name, f"has {len(value)} entries, 1..{_MAX_OUTPUT_IDS} are allowed")
-    if not all(type(token) is int and 0 <= token <= _MAX_TOKEN_ID for token in value):
+    if len(value) > _MAX_OUTPUT_IDS:
+        raise _bad(name, f"has {len(value)} entries, at most {_MAX_OUTPUT_IDS} are allowed")
+    if not all(_is_token_id(token) for token in value):
         raise _bad(name, "holds something that is no token id")
     return tuple(value)
+
+
+def _take_bool(fields: dict[str, Any], name: str) -> bool:
+    value = fields.get(name)
+    if type(value) is not bool:
+        raise _bad(name, f"is {type(value).__name__}, not a boolean")
+    return value
+
+
+def _take_logprobs(fields: dict[str, Any], name: str) -> TokenLogprobs | None:
+    value = fields.get(name)
+    if value is None:
+        return None
+    is_pair = type(value) is list and len(value) == 2 and type(value[1]) is list
+    if not is_pair or not _is_logprob(value[0]) or len(value[1]) > _MAX_TOP_LOGPROBS:
+        raise _bad(name, "is no log-probability with its best tokens")
+    for item in value[1]:
+        is_pair = type(item) is list and len(item) == 2
+        if not is_pair or not _is_token_id(item[0]) or not _is_logprob(item[1]):
+            raise _bad(name, "holds something that is no (token id, log-probability)")
+    return TokenLogprobs(value[0], tuple((token, logprob) for token, logprob in value[1]))
+
+
+def _is_logprob(value: Any) -> bool:
+    return type(value) is float and math.isfinite(value)
+
+
+def _is_token_id(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _MAX_TOKEN_ID
 
 
 def _bad(name: str, what: str) -> HandoffFailed:

@@ -31,6 +31,7 @@ from cluster.transport.base import (
     Transport,
     TransportError,
 )
+from cluster.transport.transfer_lock import TransferLock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,6 +59,7 @@ class TorchDistTransport(Transport):
     def __init__(self, *, device: str = "cpu", bind_host: str = "127.0.0.1") -> None:
         self.device = device
         self._bind_host = bind_host
+        self._transfer_lock = TransferLock()
 
     def open(self, *, link_id: str, rank: int, rendezvous: Rendezvous, timeout_s: float) -> Channel:
         """Make this link's group; blocks until the peer makes its half."""
@@ -65,7 +67,9 @@ class TorchDistTransport(Transport):
         try:
             if torch.device(self.device).type == "cuda":
                 group = self._make_nccl(store, rank)
-                return _NcclChannel(group, store, rank, torch.device(self.device))
+                channel = _NcclChannel(group, store, rank, torch.device(self.device))
+                channel.transfer_lock = self._transfer_lock
+                return channel
             group = self._make_gloo(store, rank, timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise _typed(error, "opening the channel") from error

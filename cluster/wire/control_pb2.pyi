@@ -601,19 +601,24 @@ class TransferSample(_message.Message):
     PEER_WORKER_ID_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
     peer_worker_id: _builtins.str
     num_bytes: _builtins.int
     seconds: _builtins.float
+    """in which the bytes moved"""
+    transport: _builtins.str
+    """what moved them; empty: the worker's own kind"""
     def __init__(
         self,
         *,
         peer_worker_id: _builtins.str = ...,
         num_bytes: _builtins.int = ...,
         seconds: _builtins.float = ...,
+        transport: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes", "peer_worker_id", b"peer_worker_id", "seconds", b"seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes", "peer_worker_id", b"peer_worker_id", "seconds", b"seconds", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -656,6 +661,7 @@ class WorkerReport(_message.Message):
     TRANSFERS_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
     UNRESERVED_GRANTS_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
     num_transferring: _builtins.int
@@ -665,6 +671,8 @@ class WorkerReport(_message.Message):
     step_base_s: _builtins.float
     step_per_seq_s: _builtins.float
     prefill_per_token_s: _builtins.float
+    number: _builtins.int
+    """rises by one on each stream; 0: not numbered"""
     @_builtins.property
     def blocks(self) -> Global___Blocks: ...
     @_builtins.property
@@ -697,10 +705,11 @@ class WorkerReport(_message.Message):
         transfers: _abc.Iterable[Global___TransferSample] | None = ...,
         counters: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         unreserved_grants: _abc.Iterable[_builtins.str] | None = ...,
+        number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "counters", b"counters", "held_grants", b"held_grants", "num_running", b"num_running", "num_steps", b"num_steps", "num_transferring", b"num_transferring", "num_waiting", b"num_waiting", "prefill_per_token_s", b"prefill_per_token_s", "queued_tokens", b"queued_tokens", "step_base_s", b"step_base_s", "step_per_seq_s", b"step_per_seq_s", "transfers", b"transfers", "unreserved_grants", b"unreserved_grants"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "counters", b"counters", "held_grants", b"held_grants", "num_running", b"num_running", "num_steps", b"num_steps", "num_transferring", b"num_transferring", "num_waiting", b"num_waiting", "number", b"number", "prefill_per_token_s", b"prefill_per_token_s", "queued_tokens", b"queued_tokens", "step_base_s", b"step_base_s", "step_per_seq_s", b"step_per_seq_s", "transfers", b"transfers", "unreserved_grants", b"unreserved_grants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -910,6 +919,8 @@ class LinkView(_message.Message):
     NUM_TRANSFERS_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     LAST_S_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    IN_FLIGHT_BYTES_FIELD_NUMBER: _builtins.int
     prefill_worker_id: _builtins.str
     decode_worker_id: _builtins.str
     alpha_s: _builtins.float
@@ -917,6 +928,9 @@ class LinkView(_message.Message):
     num_transfers: _builtins.int
     num_bytes: _builtins.int
     last_s: _builtins.float
+    transport: _builtins.str
+    in_flight_bytes: _builtins.int
+    """granted to this pair and not moved yet"""
     def __init__(
         self,
         *,
@@ -927,18 +941,75 @@ class LinkView(_message.Message):
         num_transfers: _builtins.int = ...,
         num_bytes: _builtins.int = ...,
         last_s: _builtins.float = ...,
+        transport: _builtins.str = ...,
+        in_flight_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha_s", b"alpha_s", "beta_bytes_per_s", b"beta_bytes_per_s", "decode_worker_id", b"decode_worker_id", "last_s", b"last_s", "num_bytes", b"num_bytes", "num_transfers", b"num_transfers", "prefill_worker_id", b"prefill_worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha_s", b"alpha_s", "beta_bytes_per_s", b"beta_bytes_per_s", "decode_worker_id", b"decode_worker_id", "in_flight_bytes", b"in_flight_bytes", "last_s", b"last_s", "num_bytes", b"num_bytes", "num_transfers", b"num_transfers", "prefill_worker_id", b"prefill_worker_id", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LinkView: _TypeAlias = LinkView  # noqa: Y015
 
 @_typing.final
+class RefusedWorker(_message.Message):
+    """A worker that may not join, by its last try."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    pool: _builtins.str
+    role: _builtins.str
+    """of its pool; empty where the deploy file has no such pool"""
+    reason: _builtins.str
+    """the field and both values; no ids"""
+    age_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        pool: _builtins.str = ...,
+        role: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        age_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "pool", b"pool", "reason", b"reason", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RefusedWorker: _TypeAlias = RefusedWorker  # noqa: Y015
+
+@_typing.final
 class ClusterView(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class CountersEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     TERM_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
@@ -949,6 +1020,9 @@ class ClusterView(_message.Message):
     NUM_ROUTERS_FIELD_NUMBER: _builtins.int
     MAX_QUEUE_REQUESTS_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_S_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    IS_RECONCILING_FIELD_NUMBER: _builtins.int
+    COUNTERS_FIELD_NUMBER: _builtins.int
     term: _builtins.int
     num_waiting: _builtins.int
     waiting_tokens: _builtins.int
@@ -956,10 +1030,18 @@ class ClusterView(_message.Message):
     num_routers: _builtins.int
     max_queue_requests: _builtins.int
     retry_after_s: _builtins.float
+    is_reconciling: _builtins.bool
+    """it has just started: workers are still coming back"""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerView]: ...
     @_builtins.property
     def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkView]: ...
+    @_builtins.property
+    def refused(self) -> _containers.RepeatedCompositeFieldContainer[Global___RefusedWorker]: ...
+    @_builtins.property
+    def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """monotonic since the start of this control plane"""
+
     def __init__(
         self,
         *,
@@ -972,10 +1054,13 @@ class ClusterView(_message.Message):
         num_routers: _builtins.int = ...,
         max_queue_requests: _builtins.int = ...,
         retry_after_s: _builtins.float = ...,
+        refused: _abc.Iterable[Global___RefusedWorker] | None = ...,
+        is_reconciling: _builtins.bool = ...,
+        counters: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["links", b"links", "max_queue_requests", b"max_queue_requests", "num_granted", b"num_granted", "num_routers", b"num_routers", "num_waiting", b"num_waiting", "retry_after_s", b"retry_after_s", "term", b"term", "waiting_tokens", b"waiting_tokens", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "is_reconciling", b"is_reconciling", "links", b"links", "max_queue_requests", b"max_queue_requests", "num_granted", b"num_granted", "num_routers", b"num_routers", "num_waiting", b"num_waiting", "refused", b"refused", "retry_after_s", b"retry_after_s", "term", b"term", "waiting_tokens", b"waiting_tokens", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

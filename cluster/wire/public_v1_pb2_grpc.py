@@ -39,10 +39,40 @@ class InferenceStub:
                 request_serializer=cluster_dot_wire_dot_public__v1__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=cluster_dot_wire_dot_public__v1__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.GenerateOnce = channel.unary_unary(
+                '/pdserve.v1.Inference/GenerateOnce',
+                request_serializer=cluster_dot_wire_dot_public__v1__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=cluster_dot_wire_dot_public__v1__pb2.GenerateOnceResponse.FromString,
+                _registered_method=True)
         self.Cancel = channel.unary_unary(
                 '/pdserve.v1.Inference/Cancel',
                 request_serializer=cluster_dot_wire_dot_public__v1__pb2.CancelRequest.SerializeToString,
                 response_deserializer=cluster_dot_wire_dot_public__v1__pb2.CancelResponse.FromString,
+                _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/pdserve.v1.Inference/Tokenize',
+                request_serializer=cluster_dot_wire_dot_public__v1__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=cluster_dot_wire_dot_public__v1__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/pdserve.v1.Inference/Detokenize',
+                request_serializer=cluster_dot_wire_dot_public__v1__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=cluster_dot_wire_dot_public__v1__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
+        self.ListModels = channel.unary_unary(
+                '/pdserve.v1.Inference/ListModels',
+                request_serializer=cluster_dot_wire_dot_public__v1__pb2.ListModelsRequest.SerializeToString,
+                response_deserializer=cluster_dot_wire_dot_public__v1__pb2.ListModelsResponse.FromString,
+                _registered_method=True)
+        self.GetCluster = channel.unary_unary(
+                '/pdserve.v1.Inference/GetCluster',
+                request_serializer=cluster_dot_wire_dot_public__v1__pb2.GetClusterRequest.SerializeToString,
+                response_deserializer=cluster_dot_wire_dot_public__v1__pb2.Cluster.FromString,
+                _registered_method=True)
+        self.WatchCluster = channel.unary_stream(
+                '/pdserve.v1.Inference/WatchCluster',
+                request_serializer=cluster_dot_wire_dot_public__v1__pb2.GetClusterRequest.SerializeToString,
+                response_deserializer=cluster_dot_wire_dot_public__v1__pb2.Cluster.FromString,
                 _registered_method=True)
 
 
@@ -50,15 +80,55 @@ class InferenceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Streams the text of one choice as it is made; the last message carries the finish.
+        """Streams choices as they are made; the last message of each carries its finish, the last of
+        all the usage.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GenerateOnce(self, request, context):
+        """The same in one piece.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Stops a running request by its request_id (in Generate's initial metadata as
-        x-request-id, and in every message); any router takes it.
+        """Stops a running call by its request_id (in Generate's initial metadata as x-request-id, and
+        in every message), or by the caller's own id; any router takes it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Tokenize(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListModels(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetCluster(self, request, context):
+        """Workers, links and queue as the control plane sees them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchCluster(self, request, context):
+        """The same now and after each change, at most twice a second.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -72,10 +142,40 @@ def add_InferenceServicer_to_server(servicer, server):
                     request_deserializer=cluster_dot_wire_dot_public__v1__pb2.GenerateRequest.FromString,
                     response_serializer=cluster_dot_wire_dot_public__v1__pb2.GenerateResponse.SerializeToString,
             ),
+            'GenerateOnce': grpc.unary_unary_rpc_method_handler(
+                    servicer.GenerateOnce,
+                    request_deserializer=cluster_dot_wire_dot_public__v1__pb2.GenerateRequest.FromString,
+                    response_serializer=cluster_dot_wire_dot_public__v1__pb2.GenerateOnceResponse.SerializeToString,
+            ),
             'Cancel': grpc.unary_unary_rpc_method_handler(
                     servicer.Cancel,
                     request_deserializer=cluster_dot_wire_dot_public__v1__pb2.CancelRequest.FromString,
                     response_serializer=cluster_dot_wire_dot_public__v1__pb2.CancelResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=cluster_dot_wire_dot_public__v1__pb2.TokenizeRequest.FromString,
+                    response_serializer=cluster_dot_wire_dot_public__v1__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=cluster_dot_wire_dot_public__v1__pb2.DetokenizeRequest.FromString,
+                    response_serializer=cluster_dot_wire_dot_public__v1__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'ListModels': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListModels,
+                    request_deserializer=cluster_dot_wire_dot_public__v1__pb2.ListModelsRequest.FromString,
+                    response_serializer=cluster_dot_wire_dot_public__v1__pb2.ListModelsResponse.SerializeToString,
+            ),
+            'GetCluster': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetCluster,
+                    request_deserializer=cluster_dot_wire_dot_public__v1__pb2.GetClusterRequest.FromString,
+                    response_serializer=cluster_dot_wire_dot_public__v1__pb2.Cluster.SerializeToString,
+            ),
+            'WatchCluster': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchCluster,
+                    request_deserializer=cluster_dot_wire_dot_public__v1__pb2.GetClusterRequest.FromString,
+                    response_serializer=cluster_dot_wire_dot_public__v1__pb2.Cluster.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -116,6 +216,33 @@ class Inference:
             _registered_method=True)
 
     @staticmethod
+    def GenerateOnce(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.Inference/GenerateOnce',
+            cluster_dot_wire_dot_public__v1__pb2.GenerateRequest.SerializeToString,
+            cluster_dot_wire_dot_public__v1__pb2.GenerateOnceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Cancel(request,
             target,
             options=(),
@@ -132,6 +259,141 @@ class Inference:
             '/pdserve.v1.Inference/Cancel',
             cluster_dot_wire_dot_public__v1__pb2.CancelRequest.SerializeToString,
             cluster_dot_wire_dot_public__v1__pb2.CancelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.Inference/Tokenize',
+            cluster_dot_wire_dot_public__v1__pb2.TokenizeRequest.SerializeToString,
+            cluster_dot_wire_dot_public__v1__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.Inference/Detokenize',
+            cluster_dot_wire_dot_public__v1__pb2.DetokenizeRequest.SerializeToString,
+            cluster_dot_wire_dot_public__v1__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListModels(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.Inference/ListModels',
+            cluster_dot_wire_dot_public__v1__pb2.ListModelsRequest.SerializeToString,
+            cluster_dot_wire_dot_public__v1__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetCluster(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.Inference/GetCluster',
+            cluster_dot_wire_dot_public__v1__pb2.GetClusterRequest.SerializeToString,
+            cluster_dot_wire_dot_public__v1__pb2.Cluster.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchCluster(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pdserve.v1.Inference/WatchCluster',
+            cluster_dot_wire_dot_public__v1__pb2.GetClusterRequest.SerializeToString,
+            cluster_dot_wire_dot_public__v1__pb2.Cluster.FromString,
             options,
             channel_credentials,
             insecure,

@@ -312,10 +312,12 @@ class Leg(_message.Message):
     GRANT_ID_FIELD_NUMBER: _builtins.int
     HANDOFF_ID_FIELD_NUMBER: _builtins.int
     PEER_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     kind: Global___LegKind.ValueType
     remaining_s: _builtins.float
     grant_id: _builtins.str
     handoff_id: _builtins.str
+    tenant: _builtins.str
     @_builtins.property
     def key(self) -> Global___LegKey: ...
     @_builtins.property
@@ -338,10 +340,11 @@ class Leg(_message.Message):
         grant_id: _builtins.str = ...,
         handoff_id: _builtins.str = ...,
         peer: Global___Peer | None = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_peer", b"_peer", "key", b"key", "params", b"params", "peer", b"peer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_peer", b"_peer", "grant_id", b"grant_id", "handoff_id", b"handoff_id", "key", b"key", "kind", b"kind", "output_ids", b"output_ids", "params", b"params", "peer", b"peer", "prompt_ids", b"prompt_ids", "remaining_s", b"remaining_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_peer", b"_peer", "grant_id", b"grant_id", "handoff_id", b"handoff_id", "key", b"key", "kind", b"kind", "output_ids", b"output_ids", "params", b"params", "peer", b"peer", "prompt_ids", b"prompt_ids", "remaining_s", b"remaining_s", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__peer: _TypeAlias = _typing.Literal["peer"]  # noqa: Y015
     _WhichOneofArgType__peer: _TypeAlias = _typing.Literal["_peer", b"_peer"]  # noqa: Y015
@@ -378,17 +381,21 @@ class RouterHello(_message.Message):
 
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    NEXT_BATCH_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     incarnation: _builtins.str
+    next_batch: _builtins.int
+    """0: a new attach. Else the attach was cut, and goes on with the batch of this number."""
     def __init__(
         self,
         *,
         router_id: _builtins.str = ...,
         incarnation: _builtins.str = ...,
+        next_batch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "router_id", b"router_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "next_batch", b"next_batch", "router_id", b"router_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -434,6 +441,10 @@ class RouterMessage(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
     REDIRECT_FIELD_NUMBER: _builtins.int
+    NEXT_BATCH_FIELD_NUMBER: _builtins.int
+    GOODBYE_FIELD_NUMBER: _builtins.int
+    next_batch: _builtins.int
+    """All batches below this number have come; like the hello, it is not counted by num_taken."""
     @_builtins.property
     def hello(self) -> Global___RouterHello:
         """first, once"""
@@ -444,6 +455,10 @@ class RouterMessage(_message.Message):
     def abort(self) -> Global___AbortLeg: ...
     @_builtins.property
     def redirect(self) -> Global___Redirect: ...
+    @_builtins.property
+    def goodbye(self) -> Global___Goodbye:
+        """last; without it, a stream that ends was cut"""
+
     def __init__(
         self,
         *,
@@ -451,16 +466,35 @@ class RouterMessage(_message.Message):
         start: Global___Leg | None = ...,
         abort: Global___AbortLeg | None = ...,
         redirect: Global___Redirect | None = ...,
+        next_batch: _builtins.int = ...,
+        goodbye: Global___Goodbye | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "hello", b"hello", "kind", b"kind", "redirect", b"redirect", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "goodbye", b"goodbye", "hello", b"hello", "kind", b"kind", "next_batch", b"next_batch", "redirect", b"redirect", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "hello", b"hello", "kind", b"kind", "redirect", b"redirect", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "goodbye", b"goodbye", "hello", b"hello", "kind", b"kind", "next_batch", b"next_batch", "redirect", b"redirect", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "start", "abort", "redirect"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "start", "abort", "redirect", "next_batch", "goodbye"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___RouterMessage: _TypeAlias = RouterMessage  # noqa: Y015
+
+@_typing.final
+class Goodbye(_message.Message):
+    """The router leaves for good: its legs are given up at once."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Goodbye: _TypeAlias = Goodbye  # noqa: Y015
 
 @_typing.final
 class Token(_message.Message):
@@ -606,30 +640,100 @@ class ExportWaiting(_message.Message):
 Global___ExportWaiting: _TypeAlias = ExportWaiting  # noqa: Y015
 
 @_typing.final
+class PromptLogprobs(_message.Message):
+    """Log-probabilities of the prompt's own tokens at positions start, start + 1, ..."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    ENTRIES_FIELD_NUMBER: _builtins.int
+    start: _builtins.int
+    @_builtins.property
+    def key(self) -> Global___LegKey: ...
+    @_builtins.property
+    def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]: ...
+    def __init__(
+        self,
+        *,
+        key: Global___LegKey | None = ...,
+        start: _builtins.int = ...,
+        entries: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries", "key", b"key", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
+
+@_typing.final
+class Beat(_message.Message):
+    """How far a worker's engine is, so that a step that hangs is told from one that waits."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
+    PATIENCE_S_FIELD_NUMBER: _builtins.int
+    num_steps: _builtins.int
+    patience_s: _builtins.float
+    """of the step that runs: longer, and it hangs; 0: none runs"""
+    def __init__(
+        self,
+        *,
+        num_steps: _builtins.int = ...,
+        patience_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_steps", b"num_steps", "patience_s", b"patience_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Beat: _TypeAlias = Beat  # noqa: Y015
+
+@_typing.final
 class TokenBatch(_message.Message):
-    """Everything one step has for one router."""
+    """Everything one step has for one router; with nothing, at least each second, a sign of life."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKENS_FIELD_NUMBER: _builtins.int
     ENDS_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    NUM_TAKEN_FIELD_NUMBER: _builtins.int
+    BEAT_FIELD_NUMBER: _builtins.int
+    PROMPTS_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """from 1; 0: a mere sign of life, which is not sent again"""
+    num_taken: _builtins.int
+    """messages of this router that were taken since the attach began"""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___Token]: ...
     @_builtins.property
     def ends(self) -> _containers.RepeatedCompositeFieldContainer[Global___LegEnd]: ...
     @_builtins.property
     def waiting(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExportWaiting]: ...
+    @_builtins.property
+    def beat(self) -> Global___Beat: ...
+    @_builtins.property
+    def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptLogprobs]: ...
     def __init__(
         self,
         *,
         tokens: _abc.Iterable[Global___Token] | None = ...,
         ends: _abc.Iterable[Global___LegEnd] | None = ...,
         waiting: _abc.Iterable[Global___ExportWaiting] | None = ...,
+        number: _builtins.int = ...,
+        num_taken: _builtins.int = ...,
+        beat: Global___Beat | None = ...,
+        prompts: _abc.Iterable[Global___PromptLogprobs] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ends", b"ends", "tokens", b"tokens", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "ends", b"ends", "num_taken", b"num_taken", "number", b"number", "prompts", b"prompts", "tokens", b"tokens", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -754,9 +858,12 @@ class Offer(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    IS_REDIRECTED_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.str
     num_blocks: _builtins.int
     num_tokens: _builtins.int
+    is_redirected: _builtins.bool
+    """its export has waited already: before those that have not"""
     @_builtins.property
     def key(self) -> Global___LegKey: ...
     def __init__(
@@ -766,10 +873,11 @@ class Offer(_message.Message):
         key: Global___LegKey | None = ...,
         num_blocks: _builtins.int = ...,
         num_tokens: _builtins.int = ...,
+        is_redirected: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_id", b"handoff_id", "key", b"key", "num_blocks", b"num_blocks", "num_tokens", b"num_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_id", b"handoff_id", "is_redirected", b"is_redirected", "key", b"key", "num_blocks", b"num_blocks", "num_tokens", b"num_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -839,6 +947,46 @@ class AbortHandoff(_message.Message):
 Global___AbortHandoff: _TypeAlias = AbortHandoff  # noqa: Y015
 
 @_typing.final
+class TransferLock(_message.Message):
+    """About the transfer that is next on a link whose transfers must not overlap with others'."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Word:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _WordEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[TransferLock._Word.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        WORD_UNSPECIFIED: TransferLock._Word.ValueType  # 0
+        WORD_ASK: TransferLock._Word.ValueType  # 1
+        WORD_GRANTED: TransferLock._Word.ValueType  # 2
+        WORD_BUSY: TransferLock._Word.ValueType  # 3
+        WORD_FREE: TransferLock._Word.ValueType  # 4
+
+    class Word(_Word, metaclass=_WordEnumTypeWrapper): ...
+    WORD_UNSPECIFIED: TransferLock.Word.ValueType  # 0
+    WORD_ASK: TransferLock.Word.ValueType  # 1
+    WORD_GRANTED: TransferLock.Word.ValueType  # 2
+    WORD_BUSY: TransferLock.Word.ValueType  # 3
+    WORD_FREE: TransferLock.Word.ValueType  # 4
+
+    WORD_FIELD_NUMBER: _builtins.int
+    word: Global___TransferLock.Word.ValueType
+    def __init__(
+        self,
+        *,
+        word: Global___TransferLock.Word.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["word", b"word"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TransferLock: _TypeAlias = TransferLock  # noqa: Y015
+
+@_typing.final
 class LinkMessage(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -850,6 +998,7 @@ class LinkMessage(_message.Message):
     MANIFEST_FIELD_NUMBER: _builtins.int
     COMMIT_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
+    LOCK_FIELD_NUMBER: _builtins.int
     manifest: _builtins.bytes
     @_builtins.property
     def hello(self) -> Global___LinkHello:
@@ -869,6 +1018,8 @@ class LinkMessage(_message.Message):
     def commit(self) -> Global___Commit: ...
     @_builtins.property
     def abort(self) -> Global___AbortHandoff: ...
+    @_builtins.property
+    def lock(self) -> Global___TransferLock: ...
     def __init__(
         self,
         *,
@@ -880,12 +1031,13 @@ class LinkMessage(_message.Message):
         manifest: _builtins.bytes = ...,
         commit: Global___Commit | None = ...,
         abort: Global___AbortHandoff | None = ...,
+        lock: Global___TransferLock | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "commit", b"commit", "credit", b"credit", "hello", b"hello", "kind", b"kind", "manifest", b"manifest", "offer", b"offer", "store", b"store", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "commit", b"commit", "credit", b"credit", "hello", b"hello", "kind", b"kind", "lock", b"lock", "manifest", b"manifest", "offer", b"offer", "store", b"store", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "commit", b"commit", "credit", b"credit", "hello", b"hello", "kind", b"kind", "manifest", b"manifest", "offer", b"offer", "store", b"store", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "commit", b"commit", "credit", b"credit", "hello", b"hello", "kind", b"kind", "lock", b"lock", "manifest", b"manifest", "offer", b"offer", "store", b"store", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "welcome", "store", "offer", "credit", "manifest", "commit", "abort"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "welcome", "store", "offer", "credit", "manifest", "commit", "abort", "lock"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

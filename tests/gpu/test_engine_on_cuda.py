@@ -5,8 +5,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cluster.config import Dtype
+from cluster.model.draw import Draw
 from cluster.model.loader import load_model
-from cluster.model.sampler import Draw, gumbel_noise
+from cluster.model.logprobs import token_logprobs
+from cluster.model.sampler import gumbel_noise, sample
 from cluster.request import SamplingParams
 from tests.factories_model import write_tiny_llama
 from tests.factories_runner import Driver, assert_matches, make_prompts
@@ -52,3 +54,26 @@ def test_noise_has_the_same_bits_as_on_a_cpu():
     on_cpu = gumbel_noise(draws, 50_000, torch.device("cpu"))
     on_gpu = gumbel_noise(draws, 50_000, torch.device("cuda")).cpu()
     assert torch.equal(on_cpu, on_gpu)
+
+
+def test_rules_and_logprobs_are_those_of_a_cpu():
+    logits = torch.randn(5, 50_000, generator=torch.Generator().manual_seed(3)) * 4
+    kinds = [
+        {}, {"repetition_penalty": 1.5, "temperature": 0.8}, {"min_p": 0.1, "top_k": 50},
+        {"presence_penalty": 1.0, "frequency_penalty": 0.5, "temperature": 0.0},
+        {"logit_bias": ((7, 9.0), (60_000, 9.0)), "top_p": 0.8},
+    ]  # fmt: skip
+    draws = [
+        Draw(
+            params=SamplingParams(max_tokens=9, seed=4, **kind), choice=0, output_index=3,
+            prompt_ids=(1, 2, 3), output_ids=(9, 9, 4), banned_ids=(5, 70_000),
+        )
+        for kind in kinds
+    ]  # fmt: skip
+    token_ids = sample(logits, draws)
+    assert sample(logits.cuda(), draws) == token_ids
+    on_cpu = token_logprobs(logits, token_ids, [0, 1, 5, 20, 3])
+    on_gpu = token_logprobs(logits.cuda(), token_ids, [0, 1, 5, 20, 3])
+    for ours, theirs in zip(on_gpu, on_cpu, strict=True):
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+        assert [i for i, _ in ours.top] == [i for i, _ in theirs.top]

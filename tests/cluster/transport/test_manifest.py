@@ -10,7 +10,7 @@ import pytest
 
 from cluster.errors import HandoffFailed
 from cluster.kv.layout import KVLayout
-from cluster.request import LegKey
+from cluster.request import LegKey, TokenLogprobs
 from cluster.transport.manifest import MAX_PACKED_BYTES, Manifest
 
 LAYOUT = KVLayout(
@@ -28,6 +28,12 @@ def make_manifest(num_tokens: int = 512, output_ids: tuple[int, ...] = (7,)) -> 
     return Manifest.of("h", key, LAYOUT, num_tokens=num_tokens, output_ids=output_ids)
 
 
+def make_segment(start: int, stop: int) -> Manifest:
+    return Manifest.of(
+        "h", LegKey("r", 1, 2), LAYOUT, num_tokens=512, output_ids=(7,), blocks=range(start, stop)
+    )
+
+
 def as_map(manifest: Manifest) -> dict[str, object]:
     return {f.name: getattr(manifest, f.name) for f in fields(manifest)}
 
@@ -35,6 +41,30 @@ def as_map(manifest: Manifest) -> dict[str, object]:
 def test_survives_the_wire():
     manifest = make_manifest(output_ids=tuple(range(1000)))
     assert Manifest.unpack(manifest.pack()) == manifest
+
+
+def test_carries_the_logprobs_of_the_first_token():
+    logprobs = TokenLogprobs(-0.5, ((7, -0.5), (9, -9999.0)))
+    manifest = replace(make_manifest(), logprobs=logprobs)
+    assert Manifest.unpack(manifest.pack()) == manifest
+
+
+def test_the_tokens_go_with_the_last_segment_only():
+    segments = [make_segment(0, 8), make_segment(8, 31), make_segment(31, 32)]
+    assert [m.is_last for m in segments] == [False, False, True]
+    assert [m.output_ids for m in segments] == [(), (), (7,)]
+    assert sum(m.num_bytes for m in segments) == make_manifest().num_bytes
+    for manifest in segments:
+        assert Manifest.unpack(manifest.pack()) == manifest
+        manifest.check_layout(LAYOUT)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"first_block": 25}, {"first_block": 24, "is_last": False}, {"is_last": True}]
+)
+def test_a_segment_outside_its_export_is_refused(changes):
+    with pytest.raises(HandoffFailed, match=r"manifest\.num_blocks"):
+        replace(make_segment(0, 8), **changes).check_layout(LAYOUT)
 
 
 def test_describes_a_512_token_prompt_in_32_blocks():
@@ -64,12 +94,19 @@ def test_a_block_is_never_cut():
 
 
 @pytest.mark.parametrize(
-    "other", [{"block_size": 32}, {"dtype": "fp32"}, {"model_fingerprint": "x"}], ids=str
+    "other", [{"num_layers": 9}, {"num_shards": 2}, {"model_fingerprint": "x"}], ids=str
 )
 def test_another_layout_is_named_with_both_values(other):
+    """P-22: what no conversion bridges is refused by name."""
     (name, value), *_ = other.items()
-    with pytest.raises(HandoffFailed, match=f"{name}={value} here, {name}={getattr(LAYOUT, name)}"):
+    with pytest.raises(HandoffFailed, match=f"{name}: {value} here, {getattr(LAYOUT, name)} there"):
         make_manifest().check_layout(replace(LAYOUT, **other))
+
+
+@pytest.mark.parametrize("other", [{"block_size": 32}, {"dtype": "fp32"}], ids=str)
+def test_a_layout_that_can_be_converted_is_taken(other):
+    """P-22: block size and element type may differ."""
+    make_manifest().check_layout(replace(LAYOUT, **other))
 
 
 def test_blocks_and_bytes_must_fit_the_layout():
@@ -83,7 +120,7 @@ def test_blocks_and_bytes_must_fit_the_layout():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("version", 2),
+        ("version", 1),
         ("version", -1),
         ("version", "1"),
         ("handoff_id", ""),
@@ -97,6 +134,8 @@ def test_blocks_and_bytes_must_fit_the_layout():
         ("layout", "x" * 2049),
         ("num_tokens", 0),
         ("num_tokens", 1 << 30),
+        ("turn", -1),
+        ("first_block", -1),
         ("num_blocks", -32),
         ("num_blocks", 31),
         ("num_bytes", 0),
@@ -105,19 +144,28 @@ def test_blocks_and_bytes_must_fit_the_layout():
         ("num_bytes", 512 * 23_040 + 1),
         ("piece_blocks", 0),
         ("piece_blocks", 33),
+        ("is_last", False),
+        ("is_last", 1),
         ("output_ids", []),
         ("output_ids", "7"),
         ("output_ids", [-1]),
         ("output_ids", [1 << 31]),
         ("output_ids", [7.0]),
         ("output_ids", [True]),
+        ("logprobs", 1.0),
+        ("logprobs", [-1, []]),
+        ("logprobs", [float("nan"), []]),
+        ("logprobs", [-1.0, [[7]]]),
+        ("logprobs", [-1.0, [[-7, -1.0]]]),
+        ("logprobs", [-1.0, [[7, -1.0]] * 2000]),
     ],
 )
 def test_every_field_is_checked_and_named(name, value):
     packed = msgpack.packb(as_map(make_manifest()) | {name: value})
     with pytest.raises(HandoffFailed) as caught:
         Manifest.unpack(packed)
-    assert name in caught.value.message or caught.value.field in {"encoding", "num_bytes"}
+    others = {"encoding", "num_bytes", "output_ids"}
+    assert name in caught.value.message or caught.value.field in others
 
 
 def test_missing_and_unknown_fields_are_refused():

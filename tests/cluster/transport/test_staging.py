@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from cluster.kv.layout import KVLayout
 from cluster.request import LegKey
-from cluster.transport.base import Channel, TransportError
+from cluster.transport.base import Channel, CorruptPayload, TransportError
 from cluster.transport.manifest import Manifest
 from cluster.transport.staging import TRAILER_BYTES, StagedChannel, TransferLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import torch
 
 LAYOUT = KVLayout(
     num_layers=1, num_kv_heads=1, head_dim=4, block_size=4, dtype="fp32", model_fingerprint="x"
@@ -50,9 +50,15 @@ def make_manifest(num_blocks: int) -> Manifest:
     return manifest.cut(LIMITS.staging_bytes)
 
 
-def make_ends() -> tuple[Tape, StagedChannel, StagedChannel]:
+def make_ends(
+    *, sender_digests: bool = False, receiver_digests: bool = False
+) -> tuple[Tape, StagedChannel, StagedChannel]:
     tape = Tape()
-    return tape, StagedChannel(tape, LIMITS, "cpu"), StagedChannel(tape, LIMITS, "cpu")
+    sender, receiver = (
+        StagedChannel(tape, replace(LIMITS, has_digest=has_digest), "cpu")
+        for has_digest in (sender_digests, receiver_digests)
+    )
+    return tape, sender, receiver
 
 
 def fill(value: int):
@@ -111,3 +117,52 @@ def test_a_piece_that_fits_no_buffer_is_refused_before_it_comes():
     with pytest.raises(TransportError, match="does not fit"):
         receiver.check_fits(whole)
     receiver.check_fits(whole.cut(LIMITS.staging_bytes))
+
+
+@pytest.mark.parametrize("offset", [0, 1, 77, -TRAILER_BYTES - 1, -TRAILER_BYTES])
+def test_a_changed_byte_is_found_by_the_digest_and_the_channel_goes_on(offset: int):
+    tape, sender, receiver = make_ends(sender_digests=True, receiver_digests=True)
+    manifest, taken = make_manifest(9), []
+
+    def spoil(message_B: torch.Tensor) -> torch.Tensor:
+        message_B[offset] ^= 0x40
+        tape.spoil = lambda message_B: message_B
+        return message_B
+
+    def take(start: int, num_blocks: int, staged_B: torch.Tensor) -> None:
+        taken.append(start)
+
+    tape.spoil = spoil
+    sender.send(manifest, fill(1), None)
+    with pytest.raises(CorruptPayload):
+        receiver.recv(manifest, take, None)
+    assert taken == [], "nothing of a corrupted handoff is kept, and nothing after it"
+    assert tape.messages == [], "its other pieces were received"
+    sender.send(manifest, fill(2), None)
+    receiver.recv(manifest, take, None)
+    assert taken == [0, 4, 8]
+
+
+def test_without_a_digest_a_changed_byte_is_not_noticed():
+    tape, sender, receiver = make_ends()
+    tape.spoil = lambda message_B: message_B.index_fill_(0, torch.tensor([0]), 7)
+    sender.send(make_manifest(1), fill(1), None)
+    receiver.recv(make_manifest(1), nothing, None)
+
+
+def test_another_handoffs_bytes_are_found_by_the_digest():
+    _, sender, receiver = make_ends(sender_digests=True, receiver_digests=True)
+    sender.send(make_manifest(1), fill(1), None)
+    with pytest.raises(CorruptPayload):
+        receiver.recv(replace(make_manifest(1), handoff_id="other"), nothing, None)
+
+
+@pytest.mark.parametrize(("sends", "checks"), [(True, False), (False, False), (True, True)])
+def test_a_digest_is_only_missed_where_it_is_asked_for(sends: bool, checks: bool):
+    _, sender, receiver = make_ends(sender_digests=sends, receiver_digests=checks)
+    sender.send(make_manifest(1), fill(1), None)
+    receiver.recv(make_manifest(1), nothing, None)
+    _, sender, receiver = make_ends(sender_digests=False, receiver_digests=True)
+    sender.send(make_manifest(1), fill(1), None)
+    with pytest.raises(CorruptPayload):
+        receiver.recv(make_manifest(1), nothing, None)
