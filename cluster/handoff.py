@@ -82,7 +82,10 @@ class Offer:
     handoff_id: str
     key: LegKey
     num_blocks: int
+    """In the sender's layout."""
     num_tokens: int
+    is_redirected: bool = False
+    """An earlier handoff of this export failed: it goes before those that never waited."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +97,7 @@ class Credit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestBytes:
-    """Sender to receiver: the msgpack manifest; the bytes it tells of follow on the channel."""
+    """Sender to receiver: a segment's msgpack manifest; its bytes follow on the channel."""
 
     payload: bytes
 

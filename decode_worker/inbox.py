@@ -1,9 +1,9 @@
 """Receiver's side of a handoff: from the offer or the leg to the COMMIT or the abort.
 
     leg ───┐
-           ├─▶ joined ──▶ waiting for blocks, first come first served ──▶ reserved, Credit sent
-    Offer ─┘
-    manifest ──▶ sending: pieces are scattered slice by slice ──▶ committed
+           ├─▶ joined ──▶ waiting for blocks (``reservations``) ──▶ reserved, Credit sent
+    Offer ─┘                       └──patience──▶ refused
+    manifests ──▶ sending: segments are scattered slice by slice ──the last──▶ committed
 
 Leg and offer come in either order, and neither waits for the other for ever. Before the two are
 joined nothing is reserved. An abort frees the reservation in any state, and waits for one slice's
@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections import Counter, OrderedDict
-from dataclasses import dataclass
+from collections import Counter
 from typing import TYPE_CHECKING, Protocol
 
 from cluster.errors import DeadlineExceeded, HandoffFailed, InvalidRequest, PdserveError
@@ -31,10 +30,11 @@ from cluster.handoff import (
     Offer,
 )
 from cluster.rpc.legs import OpenLeg, abort_error
-from cluster.rpc.link import Link
 from cluster.transport.manifest import Manifest
 from decode_worker import agreement
 from decode_worker.landing import BlockWriter, Landing
+from decode_worker.past import PastHandoffs
+from decode_worker.reservations import Import, WaitingImports
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,21 +42,26 @@ if TYPE_CHECKING:
     from cluster.clock import Clock
     from cluster.kv.block_pool import BlockPool
     from cluster.kv.layout import KVLayout
+    from cluster.request import TokenLogprobs
     from cluster.rpc.errands import Errands
+    from cluster.rpc.link import Link
 
 logger = logging.getLogger(__name__)
 
 MAX_HANDOFFS = 4096
-"""Handoffs that are open at a time, beyond which offers are refused; and as many remembered."""
-REMEMBERED_S = 60.0
-"""How long a handoff that is over is known, so that its late other half is answered."""
+"""Handoffs that are open at a time, beyond which offers are refused."""
 
 
 class InboxEvents(Protocol):
     """Who owns the legs."""
 
-    def on_imported(self, opened: OpenLeg, output_ids: tuple[int, ...]) -> None:
-        """A leg's KV is whole and held under its key; ``output_ids`` are the tokens so far."""
+    def on_imported(
+        self, opened: OpenLeg, output_ids: tuple[int, ...], logprobs: TokenLogprobs | None
+    ) -> None:
+        """A leg's KV is whole and held under its key.
+
+        ``output_ids`` are the tokens so far, ``logprobs`` those of the last one.
+        """
         ...
 
     def on_handoff_over(
@@ -66,29 +71,16 @@ class InboxEvents(Protocol):
         ...
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Import:
-    handoff_id: str
-    arrived: float
-    opened: OpenLeg | None = None
-    offer: Offer | None = None
-    landing: Landing | None = None
-    """Set with the offer."""
-    link: Link | None = None
-
-    @property
-    def handoff(self) -> Handoff | None:
-        return self.landing.handoff if self.landing is not None else None
-
-    @property
-    def state(self) -> HandoffState | None:
-        return self.handoff.state if self.handoff is not None else None
+_MOVING = (HandoffState.RESERVED, HandoffState.SENDING)
+_SAID_OF_LEGS = {AbortCause.FAULT: AbortCause.REFUSED}
+"""What a sender is told where only the leg here ends: there is nothing wrong with its KV, and
+another decode worker may take it."""
 
 
 class Inbox:
     """All handoffs of one decode half. Event loop only, but for the scattering of blocks."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (what it moves, and whom it works with)
         self,
         *,
         pool: BlockPool,
@@ -96,20 +88,23 @@ class Inbox:
         layout: KVLayout,
         clock: Clock,
         lease_s: float,
+        patience_s: float,
         errands: Errands,
     ) -> None:
+        """``patience_s``: how long an offer waits for blocks before it is refused."""
         self._pool = pool
         self._cache = cache
         self._layout = layout
         self._clock = clock
         self._lease_s = lease_s
         self._owner: InboxEvents | None = None
-        self._imports: dict[str, _Import] = {}
-        self._waiting: OrderedDict[str, _Import] = OrderedDict()
-        self._over: OrderedDict[str, tuple[AbortCause, float]] = OrderedDict()
+        self._imports: dict[str, Import] = {}
+        self._waiting = WaitingImports(patience_s)
+        self._past = PastHandoffs()
         self._errands = errands
         self.counts: Counter[str] = Counter()
-        """``started`` = ``committed`` + ``failed`` when nothing is under way; ``bytes`` taken."""
+        """``started`` = ``committed`` + ``failed`` when nothing is under way; ``bytes`` taken;
+        offers ``refused`` for want of blocks; ``dropped_segments`` that came for nobody."""
         pool.subscribe(self._on_free)
 
     def __len__(self) -> int:
@@ -124,8 +119,7 @@ class Inbox:
     @property
     def num_transferring(self) -> int:
         """Handoffs with blocks reserved."""
-        moving = (HandoffState.RESERVED, HandoffState.SENDING)
-        return sum(entry.state in moving for entry in self._imports.values())
+        return sum(entry.state in _MOVING for entry in self._imports.values())
 
     def report_to(self, owner: InboxEvents) -> None:
         """Name who hears what becomes of handoffs."""
@@ -134,13 +128,13 @@ class Inbox:
     def leg_arrived(self, opened: OpenLeg) -> None:
         """Take a DECODE leg; its offer has come or will come."""
         handoff_id = opened.leg.handoff_id
-        over = self._over.get(handoff_id)
-        if over is not None:
-            error = abort_error(over[0], "handoff", "the handoff was over before its decode leg")
-            self._tell_owner(opened, over[0], error)
+        cause = self._past.cause(handoff_id)
+        if cause is not None:
+            error = abort_error(cause, "handoff", "the handoff was over before its decode leg")
+            self._tell_owner(opened, cause, error)
             return
         entry = self._imports.setdefault(
-            handoff_id, _Import(handoff_id=handoff_id, arrived=self._clock.now())
+            handoff_id, Import(handoff_id=handoff_id, arrived=self._clock.now())
         )
         if entry.opened is not None:
             error = InvalidRequest("this handoff has its leg", field="handoff_id", stage="handoff")
@@ -150,16 +144,19 @@ class Inbox:
         self._join(entry)
 
     def abort(self, opened: OpenLeg, cause: AbortCause) -> None:
-        """Give up a leg's handoff because the leg ends here; tells the sender, not the owner."""
+        """Give up a leg's handoff because the leg ends here; tells the sender, not the owner.
+
+        Unless ``cause`` ends the request, the sender may keep its export for another.
+        """
         entry = self._imports.get(opened.leg.handoff_id)
         if entry is not None and entry.opened is opened:
-            self._close(entry, cause, tells=True)
+            self._close(entry, _SAID_OF_LEGS.get(cause, cause), tells=True)
 
     def close(self, cause: AbortCause) -> None:
         """Refuse all offers that have no leg; those with one are aborted leg by leg."""
         for entry in list(self._imports.values()):
             if entry.opened is None:
-                self._close(entry, cause, tells=True)
+                self._close(entry, _SAID_OF_LEGS.get(cause, cause), tells=True)
 
     def expire(self, now: float) -> None:
         """End what waited too long, for its other half, for blocks, or for bytes."""
@@ -170,19 +167,20 @@ class Inbox:
             elif now >= entry.opened.deadline:
                 error = DeadlineExceeded("the deadline passed before the KV came", stage="handoff")
                 self._end(entry, AbortCause.DEADLINE, error, tells=True)
-        while self._over and next(iter(self._over.values()))[1] <= now:
-            self._over.popitem(last=False)
+        while (overdue := self._waiting.overdue(now)) is not None:
+            self._refuse(overdue)
+            self.reserve_waiting()
+        self._past.forget(now)
 
     def reserve_waiting(self) -> None:
         """Give free blocks to those that wait for them, in their order."""
-        while self._waiting:
-            handoff_id, entry = next(iter(self._waiting.items()))
-            handoff = entry.handoff
+        while (entry := self._waiting.first()) is not None:
+            handoff_id, handoff = entry.handoff_id, entry.handoff
             assert handoff is not None, "joined before it waits"
             assert entry.link is not None, "offered over a link"
             if self._pool.reserve(handoff.num_blocks, handoff_id, handoff.key) is None:
                 return
-            del self._waiting[handoff_id]
+            self._waiting.remove(entry)
             handoff.advance(HandoffState.RESERVED)
             logger.info(
                 "handoff=%s leg=%s reserved blocks=%d", handoff_id, handoff.key, handoff.num_blocks
@@ -216,23 +214,25 @@ class Inbox:
 
     def _offered(self, link: Link, offer: Offer) -> None:
         handoff_id = offer.handoff_id
-        over = self._over.get(handoff_id)
-        if over is not None or len(self._imports) >= MAX_HANDOFFS:
-            cause = over[0] if over is not None else AbortCause.REFUSED
+        cause = self._past.cause(handoff_id)
+        if cause is None and len(self._imports) >= MAX_HANDOFFS:
+            cause = AbortCause.REFUSED
+        if cause is not None:
             self._errands.tell(link, AbortHandoff(handoff_id=handoff_id, cause=cause))
             return
         entry = self._imports.setdefault(
-            handoff_id, _Import(handoff_id=handoff_id, arrived=self._clock.now())
+            handoff_id, Import(handoff_id=handoff_id, arrived=self._clock.now())
         )
         if entry.offer is not None:
             logger.warning("handoff=%s offered twice", handoff_id)
             return
         entry.offer, entry.link = offer, link
-        handoff = Handoff(handoff_id, offer.key, offer.num_blocks)
-        entry.landing = Landing(handoff, self._pool, self._cache)
+        num_blocks = self._layout.num_blocks_for(offer.num_tokens)
+        handoff = Handoff(handoff_id, offer.key, num_blocks)
+        entry.landing = Landing(handoff, self._pool, self._cache, self._layout)
         self._join(entry)
 
-    def _join(self, entry: _Import) -> None:
+    def _join(self, entry: Import) -> None:
         if entry.opened is None or entry.offer is None:
             return
         try:
@@ -242,8 +242,18 @@ class Inbox:
         except HandoffFailed as error:
             self._end(entry, AbortCause.REFUSED, error, tells=True)
             return
-        self._waiting[entry.handoff_id] = entry
+        self._waiting.add(entry, self._clock.now())
         self.reserve_waiting()
+
+    def _refuse(self, entry: Import) -> None:
+        handoff = entry.handoff
+        assert handoff is not None, "joined before it waits"
+        self.counts["refused"] += 1
+        error = HandoffFailed(
+            f"no room for {handoff.num_blocks} blocks within {self._waiting.patience_s:g} s",
+            stage="handoff",
+        )
+        self._end(entry, AbortCause.REFUSED, error, tells=True)
 
     def _announced(self, link: Link, payload: bytes) -> None:
         try:
@@ -253,27 +263,28 @@ class Inbox:
             link.close(error.message)
             return
         entry = self._expecting(link, manifest)
-        if entry is not None and entry.handoff is not None:
-            entry.handoff.advance(HandoffState.SENDING)
-            self.counts["started"] += 1
         self._errands.run(self._receive(link, manifest, entry))
 
-    def _expecting(self, link: Link, manifest: Manifest) -> _Import | None:
-        """Return the credited handoff that the manifest belongs to; None: throw its bytes away."""
+    def _expecting(self, link: Link, manifest: Manifest) -> Import | None:
+        """Return the credited handoff that the segment belongs to; None: throw its bytes away."""
         entry = self._imports.get(manifest.handoff_id)
-        if entry is None or entry.link is not link or entry.state is not HandoffState.RESERVED:
+        if entry is None or entry.link is not link or entry.state not in _MOVING:
             logger.info("handoff=%s late or unknown, its bytes are dropped", manifest.handoff_id)
             return None
         assert entry.offer is not None, "only what was offered is credited"
         assert entry.opened is not None, "and only what was joined"
+        assert entry.landing is not None, "set with the offer"
         try:
             agreement.check_manifest(manifest, entry.offer, entry.opened.leg, self._layout)
+            is_first = entry.landing.announce(manifest)
         except HandoffFailed as error:
             self._end(entry, AbortCause.FAULT, error, tells=True)
             return None
+        if is_first:
+            self.counts["started"] += 1
         return entry
 
-    async def _receive(self, link: Link, manifest: Manifest, entry: _Import | None) -> None:
+    async def _receive(self, link: Link, manifest: Manifest, entry: Import | None) -> None:
         scatter = functools.partial(self._scatter, entry, manifest)
         try:
             await link.recv_import(manifest, scatter, timeout_s=None)
@@ -285,16 +296,19 @@ class Inbox:
             failed = HandoffFailed(f"blocks not written: {type(error).__name__}", stage="handoff")
             self._receive_failed(entry, failed)
             return
-        if entry is not None and entry.state is HandoffState.SENDING:
+        if entry is None or entry.landing is None or entry.state is not HandoffState.SENDING:
+            self.counts["dropped_segments"] += 1
+            return
+        if entry.landing.landed(manifest):
             self._commit(link, entry, manifest)
 
-    def _receive_failed(self, entry: _Import | None, error: PdserveError) -> None:
+    def _receive_failed(self, entry: Import | None, error: PdserveError) -> None:
         if entry is not None and entry.state is HandoffState.SENDING:
             self._end(entry, AbortCause.FAULT, error, tells=True)
 
     def _scatter(
         self,
-        entry: _Import | None,
+        entry: Import | None,
         manifest: Manifest,
         start: int,
         num_blocks: int,
@@ -302,30 +316,28 @@ class Inbox:
     ) -> None:
         # On the link's thread.
         if entry is not None and entry.landing is not None:
-            entry.landing.write(start, num_blocks, staged_B, manifest.block_bytes)
+            entry.landing.write(manifest, start, num_blocks, staged_B)
 
-    def _commit(self, link: Link, entry: _Import, manifest: Manifest) -> None:
+    def _commit(self, link: Link, entry: Import, manifest: Manifest) -> None:
         landing, opened = entry.landing, entry.opened
         assert landing is not None, "it was being sent"
         assert opened is not None, "it was joined"
         landing.commit()
         del self._imports[entry.handoff_id]
-        self._remember(entry.handoff_id, AbortCause.REFUSED)
+        self._past.remember(entry.handoff_id, AbortCause.REFUSED, self._clock.now())
         self._errands.tell(link, Commit(handoff_id=entry.handoff_id))
         self.counts["committed"] += 1
-        self.counts["bytes"] += manifest.num_bytes
-        logger.info(
-            "handoff=%s leg=%s committed bytes=%d",
-            entry.handoff_id, opened.key, manifest.num_bytes,
-        )  # fmt: skip
+        num_bytes = landing.num_bytes
+        self.counts["bytes"] += num_bytes
+        logger.info("handoff=%s leg=%s committed bytes=%d", entry.handoff_id, opened.key, num_bytes)
         assert self._owner is not None, "report_to comes first"
-        self._owner.on_imported(opened, manifest.output_ids)
+        self._owner.on_imported(opened, manifest.output_ids, manifest.logprobs)
 
     def _aborted(self, link: Link, message: AbortHandoff) -> None:
         entry = self._imports.get(message.handoff_id)
         if entry is None:
             # Before its leg and its offer, or long over: remembered for whoever comes late.
-            self._remember(message.handoff_id, message.cause)
+            self._past.remember(message.handoff_id, message.cause, self._clock.now())
             return
         if entry.link is not None and entry.link is not link:
             logger.warning("handoff=%s aborted over another link", message.handoff_id)
@@ -336,13 +348,13 @@ class Inbox:
     # ---- ends
 
     def _end(
-        self, entry: _Import, cause: AbortCause, error: PdserveError | None, *, tells: bool
+        self, entry: Import, cause: AbortCause, error: PdserveError | None, *, tells: bool
     ) -> None:
         self._close(entry, cause, error.message if error is not None else "", tells=tells)
         if entry.opened is not None:
             self._tell_owner(entry.opened, cause, error)
 
-    def _close(self, entry: _Import, cause: AbortCause, detail: str = "", *, tells: bool) -> None:
+    def _close(self, entry: Import, cause: AbortCause, detail: str = "", *, tells: bool) -> None:
         handoff_id, state = entry.handoff_id, entry.state
         if state is HandoffState.SENDING:
             self.counts["failed"] += 1
@@ -351,8 +363,8 @@ class Inbox:
             handoff_id, cause.value, state.value if state is not None else "waiting for its offer",
         )  # fmt: skip
         del self._imports[handoff_id]
-        was_waiting = self._waiting.pop(handoff_id, None) is not None
-        self._remember(handoff_id, cause)
+        was_waiting = self._waiting.remove(entry)
+        self._past.remember(handoff_id, cause, self._clock.now())
         if entry.landing is not None:
             entry.landing.abort(cause)
         if was_waiting:
@@ -361,12 +373,6 @@ class Inbox:
         if tells and entry.link is not None:
             message = AbortHandoff(handoff_id=handoff_id, cause=cause, detail=detail)
             self._errands.tell(entry.link, message)
-
-    def _remember(self, handoff_id: str, cause: AbortCause) -> None:
-        self._over[handoff_id] = (cause, self._clock.now() + REMEMBERED_S)
-        self._over.move_to_end(handoff_id)  # known before or not: it is the last to be forgotten
-        while len(self._over) > MAX_HANDOFFS:
-            self._over.popitem(last=False)
 
     def _tell_owner(self, opened: OpenLeg, cause: AbortCause, error: PdserveError | None) -> None:
         assert self._owner is not None, "report_to comes first"

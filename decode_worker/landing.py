@@ -10,12 +10,15 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Protocol
 
+from cluster.errors import HandoffFailed
 from cluster.handoff import AbortCause, Handoff, HandoffState
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from cluster.kv.block_pool import BlockPool
+    from cluster.kv.layout import KVLayout
+    from cluster.transport.manifest import Manifest
 
 SLICE_BYTES = 1 << 20
 """Copied under the lock at a time."""
@@ -25,33 +28,94 @@ class BlockWriter(Protocol):
     """The cache, as the receiver needs it; called on link threads."""
 
     def import_blocks(self, block_ids: tuple[int, ...], staged_B: Tensor) -> None:
-        """Copy whole blocks out of ``staged_B``."""
+        """Copy whole blocks of our layout out of ``staged_B``."""
+        ...
+
+    def import_foreign(
+        self,
+        block_ids: tuple[int, ...],
+        first_token: int,
+        num_tokens: int,
+        staged_B: Tensor,
+        theirs: KVLayout,
+    ) -> None:
+        """Convert whole blocks of another layout: tokens ``first_token ..`` of the export whose
+        blocks here are ``block_ids``."""
         ...
 
 
 class Landing:
     """One handoff on the receiver's side, with its reservation in the pool."""
 
-    def __init__(self, handoff: Handoff, pool: BlockPool, cache: BlockWriter) -> None:
+    def __init__(
+        self, handoff: Handoff, pool: BlockPool, cache: BlockWriter, layout: KVLayout
+    ) -> None:
         self.handoff = handoff
         self._pool = pool
         self._cache = cache
+        self._layout = layout
         self._lock = threading.Lock()
+        self._theirs: KVLayout | None = None
+        self._num_announced = 0
+        self._num_landed = 0
+        self.num_bytes = 0
+        """Of the segments that were written."""
 
-    def write(self, start: int, num_blocks: int, staged_B: Tensor, block_bytes: int) -> None:
-        """Write that part of the handoff's blocks; nothing once it is not being sent any more."""
+    def announce(self, manifest: Manifest) -> bool:
+        """Expect a segment, and return whether it is the first one.
+
+        The manifest was checked for itself: its layout can be taken, and it ends within its
+        export. Raises HandoffFailed unless it begins where the last one ended.
+        """
+        theirs = manifest.sender_layout()
+        if manifest.first_block != self._num_announced:
+            raise HandoffFailed(
+                f"manifest.first_block: {manifest.first_block}, expected {self._num_announced}",
+                stage="handoff",
+                field="first_block",
+            )
+        if self._theirs not in (None, theirs):
+            raise HandoffFailed(
+                "manifest.layout: not that of the segments before it",
+                stage="handoff",
+                field="layout",
+            )
+        is_first = self._theirs is None
+        if is_first:
+            self.handoff.advance(HandoffState.SENDING)
+        self._theirs = theirs
+        self._num_announced += manifest.num_blocks
+        return is_first
+
+    def landed(self, manifest: Manifest) -> bool:
+        """Note that all bytes of a segment were written; whether the export is whole now."""
+        self._num_landed += manifest.num_blocks
+        self.num_bytes += manifest.num_bytes
+        return manifest.is_last and self._num_landed == self._num_announced
+
+    def write(self, manifest: Manifest, start: int, num_blocks: int, staged_B: Tensor) -> None:
+        """Write that part of a segment; nothing once the handoff is not being sent any more.
+
+        ``start`` counts the sender's blocks from the segment's first.
+        """
+        block_bytes = manifest.block_bytes
         step = max(1, SLICE_BYTES // block_bytes)
         for first in range(0, num_blocks, step):
             last = min(first + step, num_blocks)
+            slice_B = staged_B[first * block_bytes : last * block_bytes]
             with self._lock:
                 # Whoever ends the handoff does so under this lock: these blocks are still ours.
-                block_ids = self._pool.importing(self.handoff.handoff_id)
-                if block_ids is None or self.handoff.state is not HandoffState.SENDING:
+                block_ids = self.writable()
+                if block_ids is None:
                     return
-                self._cache.import_blocks(
-                    block_ids[start + first : start + last],
-                    staged_B[first * block_bytes : last * block_bytes],
-                )
+                first_block = manifest.first_block + start + first
+                self._copy(block_ids, manifest, first_block, last - first, slice_B)
+
+    def writable(self) -> tuple[int, ...] | None:
+        """Return the handoff's blocks while it is being sent; to be called under the lock."""
+        if self.handoff.state is not HandoffState.SENDING:
+            return None
+        return self._pool.importing(self.handoff.handoff_id)
 
     def commit(self) -> None:
         """Give the blocks to the handoff's sequence."""
@@ -64,3 +128,20 @@ class Landing:
         with self._lock:
             self.handoff.advance(HandoffState.ABORTED, cause)
             self._pool.cancel(self.handoff.handoff_id)
+
+    def _copy(
+        self,
+        block_ids: tuple[int, ...],
+        manifest: Manifest,
+        first_block: int,
+        num_blocks: int,
+        slice_B: Tensor,
+    ) -> None:
+        theirs = self._theirs
+        assert theirs is not None, "announced before its bytes come"
+        if theirs == self._layout:
+            self._cache.import_blocks(block_ids[first_block : first_block + num_blocks], slice_B)
+            return
+        first_token = first_block * theirs.block_size
+        num_tokens = min(num_blocks * theirs.block_size, manifest.num_tokens - first_token)
+        self._cache.import_foreign(block_ids, first_token, num_tokens, slice_B, theirs)

@@ -22,6 +22,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from cluster.errors import Cancelled, PdserveError
+from cluster.handoff import AbortCause
 from cluster.request import LegKind, Token
 from cluster.rpc.legs import LegBook, LegEngine, LegSink, OpenLeg, abort_error, times_of
 
@@ -30,8 +31,7 @@ if TYPE_CHECKING:
 
     from cluster.clock import Clock
     from cluster.engine.plan import SequenceEnd, StepEvents
-    from cluster.handoff import AbortCause
-    from cluster.request import Leg, LegKey
+    from cluster.request import Leg, LegKey, TokenLogprobs
     from decode_worker.inbox import Inbox
 
 logger = logging.getLogger(__name__)
@@ -60,14 +60,28 @@ class DecodeHalf:
         inbox.report_to(self)
 
     def start_leg(self, leg: Leg, sink: LegSink) -> None:
-        """Take a checked DECODE or LOCAL leg."""
+        """Take a checked DECODE or LOCAL leg.
+
+        A DECODE leg that waits here by another handoff goes on by the new one, without an end
+        between them: its export was redirected to where it had been meant to go.
+        """
         now = self._clock.now()
+        if self.may_renew(leg, sink):
+            self._renew(leg)
+            return
         opened = self.book.open(leg, sink, now)
         if leg.kind is LegKind.DECODE:
             self.inbox.leg_arrived(opened)
             return
         self._in_engine.add(leg.key)
         self._engine.add(opened.sequence(self._eos_ids, now))
+
+    def may_renew(self, leg: Leg, sink: LegSink) -> bool:
+        """Whether its router has this leg open here, still without KV, by another handoff."""
+        opened = self.book.get(leg.key)
+        if opened is None or opened.sink is not sink or leg.key in self._in_engine:
+            return False
+        return leg.kind is LegKind.DECODE and opened.leg.handoff_id != leg.handoff_id
 
     def abort_leg(self, key: LegKey, cause: AbortCause) -> None:
         """Give a leg up, in whatever state; its sender hears of it at once."""
@@ -78,7 +92,9 @@ class DecodeHalf:
     def router_lost(self, sink: LegSink, cause: AbortCause) -> None:
         """Give up all legs of a router that is gone."""
         for opened in self.book.answering_to(sink):
-            self.abort_leg(opened.key, cause)
+            if opened.aborted is None:
+                # It may have lost this worker only, and find another one for the export.
+                self._give_up(opened, cause, abort_error(cause, STAGE), said=AbortCause.REFUSED)
 
     def close(self, cause: AbortCause, error: PdserveError) -> None:
         """Give up everything; what the engine has ends by its events."""
@@ -93,6 +109,7 @@ class DecodeHalf:
 
     def on_step(self, events: StepEvents) -> None:
         """Take what the engine says about this half's legs; others' keys are left alone."""
+        self.book.prompts(events.prompt_logprobs, self._in_engine)
         for token in events.tokens:
             opened = self.book.get(token.key)
             if opened is not None and token.key in self._in_engine:
@@ -102,7 +119,9 @@ class DecodeHalf:
                 self._left_engine(end)
         self.book.flush()
 
-    def on_imported(self, opened: OpenLeg, output_ids: tuple[int, ...]) -> None:
+    def on_imported(
+        self, opened: OpenLeg, output_ids: tuple[int, ...], logprobs: TokenLogprobs | None
+    ) -> None:
         """Repeat the first token, for the router may not have it, and go on after it."""
         now = self._clock.now()
         sequence = opened.sequence(self._eos_ids, now)
@@ -110,7 +129,7 @@ class DecodeHalf:
         sequence.output_ids = list(output_ids)
         self._in_engine.add(opened.key)
         self._engine.add(sequence)
-        first = Token(opened.key, len(output_ids) - 1, output_ids[-1])
+        first = Token(opened.key, len(output_ids) - 1, output_ids[-1], logprobs)
         self.book.token(opened, first)
         self.book.flush()
 
@@ -122,6 +141,13 @@ class DecodeHalf:
         self.book.end(opened, error=error)
         self.book.flush()
 
+    def _renew(self, leg: Leg) -> None:
+        opened = self.book.get(leg.key)
+        assert opened is not None, "asked before"
+        self.inbox.abort(opened, AbortCause.REFUSED)
+        opened.leg, opened.deadline = leg, self._clock.now() + leg.remaining_s
+        self.inbox.leg_arrived(opened)
+
     def _left_engine(self, end: SequenceEnd) -> None:
         self._in_engine.discard(end.key)
         opened = self.book.get(end.key)
@@ -129,11 +155,19 @@ class DecodeHalf:
         error = opened.error if opened.aborted is not None and end.error else end.error
         self.book.end(opened, finish_reason=end.finish_reason, error=error, times=times_of(end))
 
-    def _give_up(self, opened: OpenLeg, cause: AbortCause, error: PdserveError | None) -> None:
+    def _give_up(
+        self,
+        opened: OpenLeg,
+        cause: AbortCause,
+        error: PdserveError | None,
+        *,
+        said: AbortCause | None = None,
+    ) -> None:
+        """End a leg; the sender of its KV is told ``said``, by default ``cause``."""
         opened.give_up(cause, error)
         if opened.key in self._in_engine:
             self._engine.abort(opened.key, error or Cancelled("stopped", stage=STAGE))
             return
-        self.inbox.abort(opened, cause)
+        self.inbox.abort(opened, said or cause)
         self.book.end(opened, error=error)
         self.book.flush()

@@ -1,17 +1,28 @@
 """Writing an import while it is being given up: short waits, and not one byte too late."""
 
+import itertools
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 
+from cluster.errors import HandoffFailed
 from cluster.handoff import AbortCause, Handoff, HandoffState
 from cluster.kv.block_pool import BlockPool
+from cluster.kv.cache import PagedCache
+from cluster.kv.layout import KVLayout
+from cluster.transport.manifest import Manifest
 from decode_worker.landing import SLICE_BYTES, Landing
 from tests.factories import make_key
 
-BLOCK_BYTES = SLICE_BYTES // 4
 NUM_BLOCKS = 10
+LAYOUT = KVLayout(
+    num_layers=1, num_kv_heads=1, head_dim=SLICE_BYTES // 4 // 32, block_size=4, dtype="fp32",
+    model_fingerprint="m",
+)  # fmt: skip
+BLOCK_BYTES = LAYOUT.block_bytes
+MANIFEST = Manifest.of("h", make_key(), LAYOUT, num_tokens=4 * NUM_BLOCKS, output_ids=(7,))
 WAIT_S = 10.0
 
 
@@ -35,12 +46,12 @@ class Writer:
 def world():
     pool, writer = BlockPool(16), Writer()
     block_ids = pool.reserve(NUM_BLOCKS, "h", make_key())
-    landing = Landing(Handoff("h", make_key(), NUM_BLOCKS), pool, writer)
+    landing = Landing(Handoff("h", make_key(), NUM_BLOCKS), pool, writer, LAYOUT)
     landing.handoff.advance(HandoffState.RESERVED)
-    landing.handoff.advance(HandoffState.SENDING)
+    assert landing.announce(MANIFEST)
     staged = torch.arange(NUM_BLOCKS, dtype=torch.uint8).repeat_interleave(BLOCK_BYTES)
     thread = threading.Thread(
-        target=landing.write, args=(0, NUM_BLOCKS, staged, BLOCK_BYTES), daemon=True
+        target=landing.write, args=(MANIFEST, 0, NUM_BLOCKS, staged), daemon=True
     )
     return pool, writer, landing, thread, block_ids
 
@@ -90,3 +101,80 @@ def test_a_commit_gives_the_blocks_to_the_sequence(world):
     assert pool.blocks_of(make_key()) == tuple(block_ids)
     thread.start()
     thread.join(WAIT_S)
+
+
+def segment(layout: KVLayout, start: int, stop: int, num_tokens: int) -> Manifest:
+    return Manifest.of(
+        "h", make_key(), layout, num_tokens=num_tokens, output_ids=(7,), blocks=range(start, stop)
+    )
+
+
+def reserved_landing(layout: KVLayout, num_tokens: int, cache) -> tuple[Landing, BlockPool]:
+    pool = BlockPool(16)
+    num_blocks = layout.num_blocks_for(num_tokens)
+    pool.allocate(3, "another")
+    pool.reserve(num_blocks, "h", make_key())
+    landing = Landing(Handoff("h", make_key(), num_blocks), pool, cache, layout)
+    landing.handoff.advance(HandoffState.RESERVED)
+    return landing, pool
+
+
+def test_segments_are_taken_in_their_order_only():
+    landing, _ = reserved_landing(LAYOUT, 40, Writer())
+    assert landing.announce(segment(LAYOUT, 0, 4, 40))
+    for start, stop in ((0, 4), (3, 6), (5, 10)):
+        with pytest.raises(HandoffFailed, match=f"first_block: {start}, expected 4"):
+            landing.announce(segment(LAYOUT, start, stop, 40))
+    last = segment(LAYOUT, 4, 10, 40)
+    assert not landing.announce(last)
+    assert not landing.landed(last), "the first one is not there yet"
+
+
+def test_a_segment_of_another_layout_than_those_before_it_is_refused():
+    landing, _ = reserved_landing(LAYOUT, 40, Writer())
+    landing.announce(segment(LAYOUT, 0, 4, 40))
+    with pytest.raises(HandoffFailed, match="layout"):
+        landing.announce(segment(replace(LAYOUT, block_size=2), 4, 20, 40))
+
+
+@pytest.mark.parametrize("sizes", [(4, 6), (6, 4), (4, 4), (3, 16)], ids=str)
+@pytest.mark.parametrize("dtypes", [("fp32", "fp32"), ("bf16", "fp32")], ids=str)
+def test_segments_of_another_layout_are_converted(sizes, dtypes):
+    """CASES P-22: block size and element type may differ, wherever segments and pieces end."""
+    num_tokens = 25
+    layouts = [
+        KVLayout(
+            num_layers=2, num_kv_heads=2, head_dim=4, block_size=size, dtype=dtype,
+            model_fingerprint="m",
+        )
+        for size, dtype in zip(sizes, dtypes, strict=True)
+    ]  # fmt: skip
+    theirs, ours = layouts
+    caches = [PagedCache(layout, 16, torch.device("cpu")) for layout in layouts]
+    their_ids = tuple(range(theirs.num_blocks_for(num_tokens)))
+    values = torch.arange(num_tokens, dtype=torch.float32)[None, :, None].expand(2, -1, 4)
+
+    def slots(cache: PagedCache, block_ids) -> torch.Tensor:
+        positions = torch.arange(num_tokens)
+        size = cache.layout.block_size
+        return cache.slot_index(torch.tensor(block_ids)[positions // size], positions % size)
+
+    for layer in range(2):
+        caches[0].write(layer, slots(caches[0], their_ids), values + layer, -values - layer)
+    landing, pool = reserved_landing(ours, num_tokens, caches[1])
+    our_ids = pool.importing("h")
+    cuts = [0, 2, len(their_ids) - 1, len(their_ids)]
+    for start, stop in itertools.pairwise(cuts):
+        manifest = segment(theirs, start, stop, num_tokens)
+        landing.announce(manifest)
+        for first in range(start, stop):
+            staged = torch.empty(theirs.block_bytes, dtype=torch.uint8)
+            caches[0].export_blocks(their_ids[first : first + 1], staged)
+            landing.write(manifest, first - start, 1, staged)
+        is_whole = landing.landed(manifest)
+    assert is_whole
+    for layer in range(2):
+        rows = caches[1].row_index(torch.tensor([our_ids]))
+        k, v = caches[1].gather(layer, rows).view(2, 2, -1, 4).clone()
+        assert torch.equal(k[:, :num_tokens].float(), values + layer)
+        assert torch.equal(v[:, :num_tokens].float(), -values - layer)

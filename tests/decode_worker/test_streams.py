@@ -33,6 +33,19 @@ async def test_a_local_leg_can_be_aborted_in_the_queue_and_in_decode():
         pair.assert_idle()
 
 
+async def test_a_resumed_choice_can_be_computed_here_alone():
+    """What its client has is computed like a prompt, and drawing goes on after it."""
+    pair = Pair()
+    done = tuple(expected_tokens("r", 3))
+    pair.start_local(output_ids=done)
+    await pair.run_dry()
+    assert pair.d_sink.output(KEY) == expected_tokens("r", MAX_TOKENS)[3:]
+    end = pair.d_sink.ends[KEY]
+    assert end.finish_reason is FinishReason.LENGTH
+    assert end.times.num_computed_tokens == NUM_PROMPT_TOKENS + MAX_TOKENS - 1
+    pair.assert_idle()
+
+
 async def test_a_stop_string_ends_a_leg_without_an_error():
     pair = Pair()
     pair.start()

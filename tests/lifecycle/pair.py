@@ -1,272 +1,123 @@
-"""A prefill and a decode half with real pools and schedulers; time, steps and wire by hand.
-
-Nothing moves unless the test says so: engines step when told, and messages of the kinds in
-``wire.hold`` (and all behind them in their direction) stay on the wire until let go.
-"""
+"""A prefill half and decode halves with real pools and schedulers; all around them is fake."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 
-from cluster.engine.scheduler import StepScheduler
-from cluster.errors import EngineFault, WorkerLost
-from cluster.handoff import AbortCause, ManifestBytes
+from cluster.errors import WorkerLost
+from cluster.handoff import AbortCause
 from cluster.kv.block_pool import BlockPool
-from cluster.kv.layout import KVLayout
-from cluster.request import Leg, LegKind, Peer
+from cluster.request import Leg, LegKind, Redirect
 from cluster.rpc.errands import Errands
-from cluster.transport.base import PeerLost
 from decode_worker.inbox import Inbox
 from decode_worker.streams import DecodeHalf
 from prefill_worker.intake import PrefillHalf
 from prefill_worker.outbox import Outbox
-from tests.factories import (
-    BLOCK_SIZE,
-    EOS_ID,
-    FakeClock,
-    FakeRunner,
-    make_key,
-    make_params,
-    make_prompt,
+from tests.factories import EOS_ID, FakeClock, FakeRunner, make_key, make_params, make_prompt
+from tests.lifecycle.fakes import (
+    CHUNK,
+    LAYOUT,
+    FakeCache,
+    FakeDialer,
+    FakeEngine,
+    FakeSink,
+    FakeWire,
+    make_peer,
 )
 
-LAYOUT = KVLayout(
-    num_layers=1, num_kv_heads=1, head_dim=1, block_size=BLOCK_SIZE, dtype="fp32",
-    model_fingerprint="fake",
-)  # fmt: skip
+__all__ = ["CHUNK", "LAYOUT", "Pair"]
+
 LEASE_S = 10.0
+PATIENCE_S = 1.0
 DEADLINE_S = 60.0
 NUM_PROMPT_TOKENS = 19
 MAX_TOKENS = 6
-CHUNK = 8
 
 
-class FakeStaging(list):
-    """A list of blocks; sliced by their bytes, as a tensor is."""
+class DecodeSide:
+    """One decode worker, and the stream on which the router hears of it."""
 
-    def __getitem__(self, where):
-        start, rest = divmod(where.start, LAYOUT.block_bytes)
-        assert rest == 0
-        stop, rest = divmod(where.stop, LAYOUT.block_bytes)
-        assert rest == 0
-        return FakeStaging(list(self)[start:stop])
+    def __init__(self, pair: Pair, worker_id: str, num_blocks: int, script) -> None:
+        self.worker_id = worker_id
+        self.pair = pair
+        self.pool = BlockPool(num_blocks)
+        self.runner = FakeRunner(script=script)
+        self.engine = FakeEngine(self.pool, self.runner, pair.clock)
+        inbox = Inbox(
+            pool=self.pool, cache=FakeCache(self.runner), patience_s=PATIENCE_S, **pair.common
+        )
+        self.half = DecodeHalf(
+            engine=self.engine, inbox=inbox, clock=pair.clock, eos_ids=frozenset({EOS_ID})
+        )
+        self.engine.on_step = self.half.on_step
+        self.sink = FakeSink()
+        self.new_wire()
 
+    def new_wire(self) -> None:
+        self.wire = FakeWire(self.pair.prefill.outbox.sender, self.half.inbox, self.worker_id)
+        self.pair.dialer.wires[self.worker_id] = self.wire
+        self.pair.wires.append(self.wire)
 
-class FakeCache:
-    """Blocks are what the fake runner wrote into them; a staging buffer is a list of blocks."""
-
-    def __init__(self, runner: FakeRunner) -> None:
-        self.runner = runner
-
-    def export_blocks(self, block_ids, out_B) -> None:
-        slots = self.runner._slots
-        out_B[:] = [
-            {i: slots[block, i] for i in range(BLOCK_SIZE) if (block, i) in slots}
-            for block in block_ids
-        ]
-
-    def import_blocks(self, block_ids, staged_B) -> None:
-        assert len(block_ids) == len(staged_B)
-        for block, written in zip(block_ids, staged_B, strict=True):
-            for i, value in written.items():
-                self.runner._slots[block, i] = value
-
-
-class FakeEngine:
-    """The engine loop without its thread: the test steps it."""
-
-    def __init__(self, pool: BlockPool, runner: FakeRunner, clock: FakeClock) -> None:
-        self.scheduler = StepScheduler(pool, BLOCK_SIZE, 4, 64, CHUNK, 256)
-        self.runner = runner
-        self.clock = clock
-        self.on_step = None
-        self.num_prompt_steps = 0
-
-    def add(self, sequence) -> None:
-        self.scheduler.add(sequence)
-
-    def abort(self, key, error) -> None:
-        self.scheduler.abort(key, error, self.clock.now())
-
-    def step(self) -> bool:
-        """Make one step, or none; tell the half what happened; whether anything was computed."""
-        plan = self.scheduler.schedule(self.clock.now())
-        self.on_step(self.scheduler.take_events())
-        if plan is None:
-            return False
-        self.num_prompt_steps += any(len(share.token_ids) > 1 for share in plan.shares)
-        outcome = self.runner.run(plan)
-        self.on_step(self.scheduler.commit(plan, outcome, self.clock.now()))
-        return True
-
-    def fail(self) -> None:
-        self.scheduler.abort_all(EngineFault("a step failed"), self.clock.now())
-        self.on_step(self.scheduler.take_events())
-
-
-class FakeWire:
-    """Carries signals between two ends in order, and bytes from sender to receiver."""
-
-    def __init__(self, sender_events, receiver_events) -> None:
-        self.hold: set[type] = set()
-        self.holds_bytes = False
-        self.sender = FakeLink(self, make_peer("d"), sender_events)
-        self.receiver = FakeLink(self, make_peer("p"), receiver_events)
-        self.sender.other, self.receiver.other = self.receiver, self.sender
-        self.bytes: asyncio.Queue[list] = asyncio.Queue()
-        self.released = asyncio.Event()
-
-    def deliver(self) -> bool:
-        """Deliver what is not held; whether anything was."""
-        moved = False
-        for end in (self.sender, self.receiver):
-            while end.incoming and type(end.incoming[0]) not in self.hold and end.is_open:
-                moved = True
-                end.events.on_signal(end, end.incoming.popleft())
-        return moved
-
-    def let_go(self) -> None:
-        self.hold.clear()
-        self.holds_bytes = False
-        self.released.set()
-
-    def cut(self, reason: str = "cut") -> None:
-        """Both ends lose the link; what was on its way is lost."""
-        for end in (self.sender, self.receiver):
-            end.close(reason)
-
-
-class FakeLink:
-    """One end of the wire."""
-
-    def __init__(self, wire: FakeWire, peer: Peer, events) -> None:
-        self.wire = wire
-        self.peer = peer
-        self.events = events
-        self.other: FakeLink | None = None
-        self.incoming: deque = deque()
-        self.is_open = True
-        self.lost = asyncio.Event()
-
-    def signal(self, message) -> None:
-        if not self.is_open:
-            raise PeerLost("link lost")
-        self.other.incoming.append(message)
-
-    async def send_export(self, manifest, export, timeout_s=None) -> None:
-        self.signal(ManifestBytes(payload=manifest.pack()))
-        staging = FakeStaging()
-        if self.wire.holds_bytes:
-            await self._wait(self.wire.released.wait())
-        export(0, manifest.num_blocks, staging)
-        self.wire.bytes.put_nowait(staging)
-
-    async def recv_import(self, manifest, scatter, timeout_s=None) -> None:
-        staging = await self._wait(self.wire.bytes.get())
-        scatter(0, manifest.num_blocks, staging)
-
-    def close(self, reason: str) -> None:
-        if self.is_open:
-            self.is_open = False
-            self.lost.set()
-            asyncio.get_running_loop().call_soon(self.events.on_link_lost, self, reason)
-            if self.other.is_open:
-                self.other.close(reason)
-
-    async def _wait(self, what):
-        tasks = [asyncio.ensure_future(what), asyncio.ensure_future(self.lost.wait())]
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        done = tasks[0].done()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        if not done:
-            raise PeerLost("link lost")
-        return tasks[0].result()
-
-
-class FakeDialer:
-    """Finds the wire, once ``may_dial`` is set."""
-
-    def __init__(self) -> None:
-        self.may_dial = asyncio.Event()
-        self.may_dial.set()
-        self.wire: FakeWire | None = None
-        self.error = None
-
-    async def link_to(self, peer, timeout_s):
-        await self.may_dial.wait()
-        if self.error is not None:
-            raise self.error
-        return self.wire.sender
-
-
-class FakeSink:
-    """A router: keeps tokens by index, and sees to it that each leg ends once."""
-
-    def __init__(self) -> None:
-        self.tokens: dict[tuple, int] = {}
-        self.ends: dict = {}
-        self.num_messages = 0
-
-    def emit(self, tokens, ends) -> None:
-        self.num_messages += 1
-        for token in tokens:
-            assert token.key not in self.ends, "a token after the end"
-            assert (token.key, token.output_index) not in self.tokens
-            self.tokens[token.key, token.output_index] = token.token_id
-        for end in ends:
-            assert end.key not in self.ends, f"{end.key} ended twice"
-            self.ends[end.key] = end
-
-    def output(self, key) -> list[int]:
-        mine = {index: token for (k, index), token in self.tokens.items() if k == key}
-        return [mine[index] for index in sorted(mine)]
-
-
-def make_peer(worker_id: str) -> Peer:
-    return Peer(worker_id=worker_id, incarnation=f"{worker_id}-1", address="127.0.0.1:1")
+    def start(self, leg: Leg) -> None:
+        # What was computed elsewhere is checked here as if it had been computed here.
+        for position, token_id in enumerate((*leg.prompt_ids, *leg.output_ids)):
+            self.runner._token_at.setdefault(self.runner._place(leg.key, position), token_id)
+        self.half.start_leg(leg, self.sink)
 
 
 class Pair:
-    """Both halves, one wire; ``p_sink`` and ``d_sink`` are the router's two streams."""
+    """A prefill worker and a decode worker ``d``, and others that are added.
 
-    def __init__(self, *, p_blocks: int = 32, d_blocks: int = 32, script=None) -> None:
+    ``p_sink`` and ``d_sink`` are the router's streams.
+    """
+
+    def __init__(
+        self, *, p_blocks: int = 32, d_blocks: int = 32, script=None, streams: bool = True
+    ) -> None:
         self.clock = FakeClock()
-        self.p_pool, self.d_pool = BlockPool(p_blocks), BlockPool(d_blocks)
-        p_runner, d_runner = FakeRunner(script=script), FakeRunner(script=script)
-        self.p_engine = FakeEngine(self.p_pool, p_runner, self.clock)
-        self.d_engine = FakeEngine(self.d_pool, d_runner, self.clock)
-        self.dialer = FakeDialer()
         self.faults: list[BaseException] = []
         errands = Errands(
             call_soon=asyncio.get_running_loop().call_soon, on_failure=self.faults.append
         )
-        common = {"layout": LAYOUT, "clock": self.clock, "lease_s": LEASE_S, "errands": errands}
+        self.common = {
+            "layout": LAYOUT, "clock": self.clock, "lease_s": LEASE_S, "errands": errands,
+        }  # fmt: skip
+        self.dialer = FakeDialer()
+        self.p_pool = BlockPool(p_blocks)
+        p_runner = FakeRunner(script=script)
+        self.p_engine = FakeEngine(self.p_pool, p_runner, self.clock)
         outbox = Outbox(
-            pool=self.p_pool, cache=FakeCache(p_runner), make_dialer=lambda _: self.dialer, **common
-        )
-        inbox = Inbox(
-            pool=self.d_pool,
-            cache=FakeCache(d_runner),
-            **common,
-        )
+            pool=self.p_pool, cache=FakeCache(p_runner), make_dialer=lambda _: self.dialer,
+            streams=streams, **self.common,
+        )  # fmt: skip
         self.prefill = PrefillHalf(
             engine=self.p_engine, pool=self.p_pool, outbox=outbox, clock=self.clock,
             eos_ids=frozenset({EOS_ID}),
         )  # fmt: skip
-        self.decode = DecodeHalf(
-            engine=self.d_engine, inbox=inbox, clock=self.clock, eos_ids=frozenset({EOS_ID})
-        )
         self.p_engine.on_step = self.prefill.on_step
-        self.d_engine.on_step = self.decode.on_step
-        self.p_sink, self.d_sink = FakeSink(), FakeSink()
-        self.new_wire()
+        self.p_sink = FakeSink()
+        self.wires: list[FakeWire] = []
+        self.script = script
+        self.sides: dict[str, DecodeSide] = {}
+        d = self.add_decode("d", d_blocks)
+        self.decode, self.d_pool, self.d_engine, self.d_sink = d.half, d.pool, d.engine, d.sink
+        self.num_redirects = 0
+
+    def add_decode(self, worker_id: str, num_blocks: int = 32) -> DecodeSide:
+        self.sides[worker_id] = DecodeSide(self, worker_id, num_blocks, self.script)
+        return self.sides[worker_id]
+
+    @property
+    def wire(self) -> FakeWire:
+        """The wire to the first decode worker."""
+        return self.sides["d"].wire
+
+    @wire.setter
+    def wire(self, wire: FakeWire) -> None:
+        self.sides["d"].wire = self.dialer.wires["d"] = wire
 
     def new_wire(self) -> None:
-        self.wire = FakeWire(self.prefill.outbox, self.decode.inbox)
-        self.dialer.wire = self.wire
+        self.sides["d"].new_wire()
 
     def leg(self, kind: LegKind, request_id: str = "r", **fields) -> Leg:
         is_prefill = kind is LegKind.PREFILL
@@ -291,15 +142,37 @@ class Pair:
     def start_prefill(self, request_id: str = "r", **fields) -> None:
         self.prefill.start_leg(self.leg(LegKind.PREFILL, request_id, **fields), self.p_sink)
 
-    def start_decode(self, request_id: str = "r", **fields) -> None:
-        self.decode.start_leg(self.leg(LegKind.DECODE, request_id, **fields), self.d_sink)
+    def start_decode(self, request_id: str = "r", *, on: str = "d", **fields) -> None:
+        self.sides[on].start(self.leg(LegKind.DECODE, request_id, **fields))
+
+    def start_local(self, request_id: str = "r", **fields) -> None:
+        self.sides["d"].start(self.leg(LegKind.LOCAL, request_id, **fields))
+
+    def redirect(self, to: str, request_id: str = "r", *, starts: bool = True, **fields) -> str:
+        """What a router does with a new grant for a waiting export; returns the handoff's id."""
+        self.num_redirects += 1
+        handoff_id = f"handoff-{request_id}-{self.num_redirects}"
+        grant_id = f"grant-{request_id}-{self.num_redirects}"
+        key = make_key(request_id)
+        self.prefill.redirect_leg(
+            Redirect(key=key, grant_id=grant_id, handoff_id=handoff_id, peer=make_peer(to))
+        )
+        if starts:
+            side = self.sides[to]
+            side.sink.ends.pop(key, None)  # the router has read of the old leg's end
+            ids = {"handoff_id": handoff_id, "grant_id": grant_id}
+            leg = self.leg(LegKind.DECODE, request_id, **ids, **fields)
+            if key not in side.half.book or side.half.may_renew(leg, side.sink):
+                side.start(leg)
+        return handoff_id
 
     async def settle(self) -> None:
         """Let tasks run and messages arrive until nothing moves."""
         quiet = 0
-        while quiet < 5:
+        while quiet < 12:
             await asyncio.sleep(0)
-            quiet = 0 if self.wire.deliver() else quiet + 1
+            moved = [wire.deliver() for wire in list(self.wires)]
+            quiet = 0 if any(moved) else quiet + 1
 
     async def step_prefill(self, num_steps: int = 1) -> None:
         for _ in range(num_steps):
@@ -317,18 +190,21 @@ class Pair:
             await self.settle()
 
     async def run_dry(self) -> None:
-        """Let everything go and step both engines until nobody has anything to do."""
+        """Let everything go and step all engines until nobody has anything to do."""
         self.dialer.may_dial.set()
-        self.wire.let_go()
+        for wire in self.wires:
+            wire.let_go()
+        engines = [self.p_engine, *(side.engine for side in self.sides.values())]
         quiet = 0
         while quiet < 3:
             await self.settle()
-            moved = [self.p_engine.step(), self.d_engine.step()]
+            moved = [engine.step() for engine in engines]
             quiet = 0 if any(moved) else quiet + 1
 
     def stop_prefill(self) -> None:
         self.prefill.close(AbortCause.FAULT, WorkerLost("the worker is stopping"))
-        self.wire.cut("stopping")
+        for wire in self.wires:
+            wire.cut("stopping")
 
     def stop_decode(self) -> None:
         self.decode.close(AbortCause.FAULT, WorkerLost("the worker is stopping"))
@@ -337,14 +213,22 @@ class Pair:
     def pass_time(self, seconds: float) -> None:
         self.clock.advance(seconds)
         self.prefill.expire(self.clock.now())
-        self.decode.expire(self.clock.now())
+        for side in self.sides.values():
+            side.half.expire(self.clock.now())
+
+    def check(self) -> None:
+        """Every block of every pool is in exactly one place."""
+        for pool in (self.p_pool, *(side.pool for side in self.sides.values())):
+            pool.check()
 
     def assert_idle(self) -> None:
         """Free blocks as before, nothing open, nothing remembered as under way."""
-        assert len(self.prefill.book) == len(self.decode.book) == 0
-        assert len(self.prefill.outbox) == len(self.decode.inbox) == 0
-        assert self.decode.inbox.num_waiting == 0
         assert self.faults == []
-        for pool in (self.p_pool, self.d_pool):
-            pool.check()
+        assert len(self.prefill.book) == len(self.prefill.outbox) == 0
+        halves = [side.half for side in self.sides.values()]
+        assert [len(half.book) for half in halves] == [0] * len(halves)
+        assert [len(half.inbox) for half in halves] == [0] * len(halves)
+        assert [half.inbox.num_waiting for half in halves] == [0] * len(halves)
+        self.check()
+        for pool in (self.p_pool, *(side.pool for side in self.sides.values())):
             assert pool.num_free == pool.num_blocks, pool.counts()

@@ -1,8 +1,10 @@
 """What the prefill half does with the engine's events; the handoff itself is in lifecycle/."""
 
+import dataclasses
+
 from cluster.errors import Cancelled, DeadlineExceeded
 from cluster.handoff import AbortCause
-from cluster.request import FinishReason, LegKind
+from cluster.request import FinishReason, LegKind, TokenLogprobs
 from tests.factories import expected_tokens, make_key, make_params
 from tests.lifecycle.pair import DEADLINE_S, MAX_TOKENS, NUM_PROMPT_TOKENS, Pair
 
@@ -55,7 +57,7 @@ async def test_times_and_counts_tell_what_happened():
     assert times.compute_s == 1.0
     assert times.transfer_s == times.exposed_s == 0.0
     counts = pair.prefill.outbox.counts
-    assert counts == {"started": 1, "committed": 1, "bytes": num_bytes}
+    assert counts == {"started": 1, "segments": 3, "committed": 1, "bytes": num_bytes}
     (transfer,) = pair.prefill.outbox.take_transfers()
     assert (transfer.peer_worker_id, transfer.num_bytes) == ("d", num_bytes)
     assert pair.prefill.outbox.take_transfers() == ()
@@ -80,6 +82,26 @@ async def test_the_deadline_ends_a_leg_in_the_engine_and_after_it():
         await pair.step_prefill()
         assert isinstance(pair.p_sink.ends[KEY].error, DeadlineExceeded)
         assert pair.p_pool.num_free == pair.p_pool.num_blocks
+
+
+async def test_the_first_tokens_logprobs_travel_with_it():
+    """The decode worker repeats the token; its router may read of it there first."""
+    pair = Pair()
+    logprobs = TokenLogprobs(-0.5, ((7, -0.5),))
+    half, on_step = pair.prefill, pair.prefill.on_step
+
+    def with_logprobs(events) -> None:
+        tokens = tuple(dataclasses.replace(token, logprobs=logprobs) for token in events.tokens)
+        on_step(dataclasses.replace(events, tokens=tokens))
+
+    pair.p_engine.on_step = with_logprobs
+    seen = []
+    emit = pair.d_sink.emit
+    pair.d_sink.emit = lambda tokens, *rest: (seen.extend(tokens), emit(tokens, *rest))
+    pair.start()
+    await pair.prefill_all()
+    assert half.book.counts["handed_over"] == 1
+    assert [token.logprobs for token in seen] == [logprobs]
 
 
 async def test_a_resumed_choice_hands_over_after_its_next_token():
