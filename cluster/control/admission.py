@@ -1,14 +1,19 @@
 """Who may join: a worker's registration against the deploy file and against its peers.
 
-KV moves between any two workers of a cluster, so all must agree on what a block's bytes mean.
+KV moves between any two workers of a cluster. Block size and KV dtype are each pool's own, since
+receivers convert them; in all else a block must mean the same everywhere.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cluster.config import Dtype
+from cluster.control.facts import RefusedWorker
 from cluster.errors import ConfigError
+from cluster.kv.layout import KVLayout
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -16,46 +21,46 @@ if TYPE_CHECKING:
     from cluster.config import DeployConfig, PoolConfig
     from cluster.control.facts import Registration
 
+_MAX_REFUSED = 64
+_MAX_REASON_CHARS = 300
+
 
 def objection(
     config: DeployConfig, new: Registration, others: Iterable[Registration]
 ) -> str | None:
     """Return why ``new`` may not join, naming the field and both values; None where it may.
 
-    ``others`` are the registered workers that will stay.
+    ``others`` are the registered workers that will stay. The reason names no worker and no host:
+    clients see it too.
     """
     try:
         pool = config.pool(new.pool)
+        layout = KVLayout.parse(new.layout)
     except ConfigError as error:
         return error.message
-    layout = _fields_of(new.layout)
+    except ValueError as error:
+        return str(error)
     for field, expected, got in _expectations(config, pool, new, layout):
         if expected != got:
-            return f"{field}: {expected} in the deploy file, {got} at {new.worker_id}"
+            return f"{field}: {expected} in the deploy file, {got} at the worker"
     if not 0 < new.max_model_len <= config.model.max_model_len:
         allowed = config.model.max_model_len
-        return f"max_model_len: 1 to {allowed} in the deploy file, {new.max_model_len} there"
-    for other in others:
-        mismatch = _mismatch(_fields_of(other.layout), layout)
-        if mismatch is not None:
-            field, theirs, ours = mismatch
-            return f"{field}: {theirs} at {other.worker_id}, {ours} at {new.worker_id}"
-    return None
+        return (
+            f"max_model_len: 1 to {allowed} in the deploy file, {new.max_model_len} at the worker"
+        )
+    return _difference(new, layout, others)
 
 
 def block_bytes(layout: str) -> int:
     """Bytes of a block by its layout line; 0 where the line does not say."""
-    fields = _fields_of(layout)
     try:
-        elements = 2 * int(fields["num_layers"]) * int(fields["num_kv_heads"])
-        elements *= int(fields["head_dim"]) * int(fields["block_size"])
-        return elements * {"fp32": 4, "bf16": 2}[fields["dtype"]]
-    except (KeyError, ValueError):
+        return KVLayout.parse(layout).block_bytes
+    except ValueError:
         return 0
 
 
 def _expectations(
-    config: DeployConfig, pool: PoolConfig, new: Registration, layout: dict[str, str]
+    config: DeployConfig, pool: PoolConfig, new: Registration, layout: KVLayout
 ) -> list[tuple[str, object, object]]:
     expectations: list[tuple[str, object, object]] = [
         ("role", pool.role.value, new.role.value),
@@ -63,22 +68,64 @@ def _expectations(
         ("max_num_seqs", pool.max_num_seqs, new.num_slots),
         ("num_blocks", pool.num_blocks, new.num_blocks),
         ("block_size", pool.block_size, new.block_size),
-        ("layout.block_size", str(pool.block_size), layout.get("block_size")),
+        ("layout.block_size", pool.block_size, layout.block_size),
     ]
-    if pool.dtype is not Dtype.AUTO:
-        expectations.append(("layout.dtype", pool.dtype.value, layout.get("dtype")))
+    if pool.stored_dtype is not Dtype.AUTO:
+        expectations.append(("layout.dtype", pool.stored_dtype.value, layout.dtype))
     return expectations
 
 
-def _mismatch(
-    old: dict[str, str], new: dict[str, str]
-) -> tuple[str, str | None, str | None] | None:
-    for field in [*old, *(name for name in new if name not in old)]:
-        if old.get(field) != new.get(field):
-            return f"layout.{field}", old.get(field), new.get(field)
+def _difference(new: Registration, layout: KVLayout, others: Iterable[Registration]) -> str | None:
+    for other in others:
+        is_mate = other.pool == new.pool
+        for difference in KVLayout.parse(other.layout).differences(layout):
+            if is_mate or not difference.is_convertible:
+                who = f"other workers of pool {new.pool}" if is_mate else "the other workers"
+                return (
+                    f"layout.{difference.field}: {difference.ours} at {who}, "
+                    f"{difference.theirs} at this one"
+                )
     return None
 
 
-def _fields_of(layout: str) -> dict[str, str]:
-    pairs = (item.partition("=") for item in layout.split())
-    return {name: value for name, _, value in pairs}
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    pool: str
+    reason: str
+    at: float
+
+
+class Refusals:
+    """The workers that may not join: each with its last reason, until it joins or is forgotten."""
+
+    def __init__(self, config: DeployConfig, keep_s: float) -> None:
+        self._roles = {pool.name: pool.role for pool in config.pools}
+        self._keep_s = keep_s
+        self._refused: OrderedDict[str, _Refusal] = OrderedDict()
+        self.num_refused = 0
+
+    def add(self, worker_id: str, pool: str, reason: str, now: float) -> None:
+        """Keep a refusal in place of the worker's last one."""
+        self.num_refused += 1
+        self._refused[worker_id] = _Refusal(pool, reason[:_MAX_REASON_CHARS], now)
+        self._refused.move_to_end(worker_id)
+        if len(self._refused) > _MAX_REFUSED:
+            self._refused.popitem(last=False)
+
+    def forget(self, worker_id: str) -> None:
+        """Drop the refusal of a worker that has joined after all."""
+        self._refused.pop(worker_id, None)
+
+    def view(self, now: float) -> tuple[RefusedWorker, ...]:
+        """Show them, the newest last."""
+        return tuple(
+            RefusedWorker(
+                worker_id=worker_id,
+                pool=refusal.pool,
+                role=role.value if (role := self._roles.get(refusal.pool)) else "",
+                reason=refusal.reason,
+                age_s=now - refusal.at,
+            )
+            for worker_id, refusal in self._refused.items()
+            if now - refusal.at <= self._keep_s
+        )

@@ -59,7 +59,7 @@ class Capacity:
 
     def is_single(self, num_prompt_tokens: int, max_tokens: int) -> bool:
         """Whether a prefill worker alone serves it: the choice ends at its first token."""
-        return max_tokens == 1 and 0 < num_prompt_tokens <= self.single_tokens
+        return max_tokens <= 1 and 0 < num_prompt_tokens <= self.single_tokens
 
     def max_output_tokens(self, num_prompt_tokens: int) -> int:
         """Return how many tokens can follow a prompt at most; 0 where it does not fit."""

@@ -67,6 +67,24 @@ class StreamEvents(Protocol[Sent, Down]):
         ...
 
 
+class Tap(Protocol):
+    """Stands in a stream and decides what becomes of each message: for fault injection.
+
+    Called on the event loop with the name of the message's kind, as control.proto has it, and
+    ``pass_on``, which lets the message through: not calling it drops the message, calling it
+    later delays or reorders it, calling it twice duplicates it. What is passed on after its stream
+    was lost is dropped. A stream's first message (who calls) does not come by.
+    """
+
+    def outgoing(self, kind: str, pass_on: Callable[[], None]) -> None:
+        """A fact is about to be sent."""
+        ...
+
+    def incoming(self, kind: str, pass_on: Callable[[], None]) -> None:
+        """A decision has come."""
+        ...
+
+
 class Connection(Generic[Up, Down]):
     """Keeps one bidirectional stream open until ``stop``.
 
@@ -89,6 +107,7 @@ class Connection(Generic[Up, Down]):
         self._events = events
         self._name = name
         self._backoff = backoff or Backoff()
+        self.tap: Tap | None = None
         self._outgoing: asyncio.Queue[Up | None] | None = None
         self._task: asyncio.Task[None] | None = None
         self._is_stopping = False
@@ -100,9 +119,14 @@ class Connection(Generic[Up, Down]):
 
     def send(self, message: Up) -> bool:
         """Queue a message on the open stream, in order; False, and not sent, where none is."""
-        if self._outgoing is None:
+        outgoing = self._outgoing
+        if outgoing is None:
             return False
-        self._outgoing.put_nowait(message)
+        if self.tap is None:
+            outgoing.put_nowait(message)
+        else:
+            # A queue whose stream is lost is read by nobody.
+            self.tap.outgoing(_kind(message), lambda: outgoing.put_nowait(message))
         return True
 
     async def stop(self, flush_s: float = 1.0) -> None:
@@ -137,6 +161,17 @@ class Connection(Generic[Up, Down]):
                 logger.exception("stream=%s failed on its loss", self._name)
             await asyncio.sleep(self._backoff.wait_s(num_failures))
 
+    def _take(self, message: Down, outgoing: asyncio.Queue[Up | None]) -> None:
+        if self.tap is None:
+            self._events.on_message(message)
+            return
+
+        def pass_on() -> None:
+            if self._outgoing is outgoing:
+                self._events.on_message(message)
+
+        self.tap.incoming(_kind(message), pass_on)
+
     async def _one_stream(self) -> bool:
         """Live through one stream; whether the other end spoke."""
         outgoing: asyncio.Queue[Up | None] = asyncio.Queue()
@@ -147,7 +182,7 @@ class Connection(Generic[Up, Down]):
                 self._events.on_dialled(outgoing.put_nowait)
                 async for message in call:
                     self._outgoing = outgoing
-                    self._events.on_message(message)
+                    self._take(message, outgoing)
             except grpc.aio.AioRpcError as error:
                 logger.debug("stream=%s %s %s", self._name, error.code(), error.details())
             except Exception:
@@ -160,6 +195,10 @@ class Connection(Generic[Up, Down]):
                 # Not ``await writer``: its cancellation could not be told from our own.
                 await asyncio.wait({writer})
         return was_heard
+
+
+def _kind(message: Any) -> str:
+    return message.WhichOneof("kind") or ""
 
 
 async def _write(call: Any, outgoing: asyncio.Queue[Any]) -> None:

@@ -13,6 +13,7 @@ from cluster.errors import BY_CODE, EngineFault, InvalidRequest, PdserveError
 from cluster.wire import control_pb2 as pb
 
 _MAX_ID_CHARS = 256
+_MAX_LAYOUT_CHARS = 4096
 _MAX_TOKENS = 1 << 24
 _MAX_SECONDS = 1e7
 
@@ -43,7 +44,7 @@ def want_from_wire(message: pb.Want) -> facts.Want:
         request_id=_name("request_id", message.request_id),
         attempt=message.attempt,
         num_prompt_tokens=_count("num_prompt_tokens", message.num_prompt_tokens),
-        max_tokens=_count("max_tokens", message.max_tokens),
+        max_tokens=_count("max_tokens", message.max_tokens, at_least=0),
         waited_s=max(0.0, _seconds("waited_s", message.waited_s)),
         remaining_s=_seconds("remaining_s", message.remaining_s),
         avoid=tuple(message.avoid),
@@ -166,19 +167,19 @@ def registration_from_wire(message: pb.Register) -> facts.Registration:
     return facts.Registration(
         worker_id=_name("worker_id", message.worker_id),
         incarnation=_name("incarnation", message.incarnation),
-        pool=message.pool,
+        pool=_text("pool", message.pool),
         role=roles[message.role],
         address=_name("address", message.address),
         num_slots=message.num_slots,
         num_blocks=message.num_blocks,
         block_size=message.block_size,
         max_model_len=message.max_model_len,
-        layout=message.layout,
+        layout=_text("layout", message.layout, _MAX_LAYOUT_CHARS),
         step_base_s=_speed("step_base_s", message.step_base_s),
         step_per_seq_s=_speed("step_per_seq_s", message.step_per_seq_s),
         prefill_per_token_s=_speed("prefill_per_token_s", message.prefill_per_token_s),
         pid=message.pid,
-        transport=message.transport,
+        transport=_text("transport", message.transport),
     )
 
 
@@ -207,6 +208,7 @@ def report_to_wire(report: facts.WorkerReport) -> pb.WorkerReport:
                 peer_worker_id=sample.peer_worker_id,
                 num_bytes=sample.num_bytes,
                 seconds=sample.seconds,
+                transport=sample.transport,
             )
             for sample in report.transfers
         ],
@@ -245,76 +247,7 @@ def _sample_from_wire(message: pb.TransferSample) -> facts.TransferSample:
         peer_worker_id=message.peer_worker_id,
         num_bytes=message.num_bytes,
         seconds=_speed("seconds", message.seconds),
-    )
-
-
-def view_to_wire(view: facts.ClusterView) -> pb.ClusterView:
-    """Return the message for a view."""
-    return pb.ClusterView(
-        term=view.term,
-        workers=[
-            pb.WorkerView(
-                worker=registration_to_wire(worker.worker),
-                report=report_to_wire(worker.report),
-                health=worker.health.value,
-                report_age_s=worker.report_age_s,
-                num_granted=worker.num_granted,
-            )
-            for worker in view.workers
-        ],
-        links=[
-            pb.LinkView(
-                prefill_worker_id=link.prefill_worker_id,
-                decode_worker_id=link.decode_worker_id,
-                alpha_s=link.alpha_s,
-                beta_bytes_per_s=link.beta_bytes_per_s,
-                num_transfers=link.num_transfers,
-                num_bytes=link.num_bytes,
-                last_s=link.last_s,
-            )
-            for link in view.links
-        ],
-        num_waiting=view.num_waiting,
-        waiting_tokens=view.waiting_tokens,
-        num_granted=view.num_granted,
-        num_routers=view.num_routers,
-        max_queue_requests=view.max_queue_requests,
-        retry_after_s=view.retry_after_s,
-    )
-
-
-def view_from_wire(message: pb.ClusterView) -> facts.ClusterView:
-    """Read a view."""
-    return facts.ClusterView(
-        term=message.term,
-        workers=tuple(
-            facts.WorkerView(
-                worker=registration_from_wire(worker.worker),
-                report=report_from_wire(worker.report),
-                health=facts.Health(worker.health),
-                report_age_s=worker.report_age_s,
-                num_granted=worker.num_granted,
-            )
-            for worker in message.workers
-        ),
-        links=tuple(
-            facts.LinkView(
-                prefill_worker_id=link.prefill_worker_id,
-                decode_worker_id=link.decode_worker_id,
-                alpha_s=link.alpha_s,
-                beta_bytes_per_s=link.beta_bytes_per_s,
-                num_transfers=link.num_transfers,
-                num_bytes=link.num_bytes,
-                last_s=link.last_s,
-            )
-            for link in message.links
-        ),
-        num_waiting=message.num_waiting,
-        waiting_tokens=message.waiting_tokens,
-        num_granted=message.num_granted,
-        num_routers=message.num_routers,
-        max_queue_requests=message.max_queue_requests,
-        retry_after_s=message.retry_after_s,
+        transport=_text("transport", message.transport),
     )
 
 
@@ -324,9 +257,16 @@ def _name(field: str, value: str) -> str:
     return value
 
 
-def _count(field: str, value: int) -> int:
-    if not 0 < value <= _MAX_TOKENS:
-        raise InvalidRequest(f"{field}: must be 1 to {_MAX_TOKENS}, got {value}", field=field)
+def _text(field: str, value: str, max_chars: int = _MAX_ID_CHARS) -> str:
+    if len(value) > max_chars:
+        raise InvalidRequest(f"{field}: must have {max_chars} characters at most", field=field)
+    return value
+
+
+def _count(field: str, value: int, *, at_least: int = 1) -> int:
+    if not at_least <= value <= _MAX_TOKENS:
+        message = f"{field}: must be {at_least} to {_MAX_TOKENS}, got {value}"
+        raise InvalidRequest(message, field=field)
     return value
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cluster.control.ledger import WorkerEntry
+from cluster.control.worker_entry import WorkerEntry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,6 +31,8 @@ class Route:
 
     prefill: WorkerEntry | None
     decode: WorkerEntry | None
+    is_export: bool = False
+    """Whether the prefill worker has computed the prompt already."""
 
     @property
     def workers(self) -> tuple[WorkerEntry, ...]:
@@ -57,6 +59,8 @@ class Choice:
     route: Route
     first_token_s: float
     reason: str
+    is_fallback: bool = False
+    """Whether a decode worker prefills because no prefill worker can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,20 +95,21 @@ class CostModel:
         lowest = min(total for (total, _), _ in priced)
         equal = [item for item in priced if item[0][0] <= lowest + _TIE_S]
         (total, first_token_s), route = min(equal, key=lambda item: self._recency(item[1]))
-        kind = "local" if route.prefill is None else "pair" if route.decode else "prefill only"
         tie = f", longest idle of {len(equal)} equal" if len(equal) > 1 else ""
-        reason = f"{kind}: lowest cost {total:.3f} s of {len(routes)}{tie}"
+        reason = f"{_kind(route)}: lowest cost {total:.3f} s of {len(routes)}{tie}"
         return Choice(route=route, first_token_s=first_token_s, reason=reason)
 
     def _cost(
         self, route: Route, want: Want, speeds: dict[str, _Speeds], now: float
     ) -> tuple[float, float]:
         """Return (cost, its share up to the first token), in seconds."""
+        total = first_token_s = 0.0
         computing = route.prefill or route.decode
         assert computing is not None
-        per_token_s = speeds[computing.worker_id].prefill_per_token_s
-        first_token_s = (computing.run_ahead_tokens + want.num_prompt_tokens) * per_token_s
-        total = first_token_s
+        if not route.is_export:
+            per_token_s = speeds[computing.worker_id].prefill_per_token_s
+            first_token_s = (computing.run_ahead_tokens + want.num_prompt_tokens) * per_token_s
+            total = first_token_s
         if route.prefill is not None and route.decode is not None:
             total += self._ledger.links.predict_s(
                 (route.prefill.worker_id, route.decode.worker_id),
@@ -139,6 +144,14 @@ class CostModel:
             step_per_seq_s=_level(entry, mates, _step_per_seq_s),
             prefill_per_token_s=_level(entry, mates, _prefill_per_token_s),
         )
+
+
+def _kind(route: Route) -> str:
+    if route.is_export:
+        return "export"
+    if route.prefill is None:
+        return "local"
+    return "pair" if route.decode is not None else "prefill only"
 
 
 def _level(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from cluster.control import convert
+from cluster.control import convert, convert_view
 from cluster.control.cancels import Answer, CancelDesk
 from cluster.control.decisions import AbortLegs, Decision, SendGrant, SendReject, WorkerDied
 from cluster.control.facts import Reject
@@ -27,12 +27,15 @@ if TYPE_CHECKING:
 
     from cluster.clock import Clock
     from cluster.config import DeployConfig
+    from cluster.control.facts import Registration
     from cluster.control.settings import ControlSettings
 
 logger = logging.getLogger(__name__)
 
 _RouterSession = Session[pb.RouteDecision]
 _WorkerSession = Session[pb.Directive]
+
+_MAX_SHOWN_CHARS = 64
 
 
 class Desk(pb_grpc.ControlServicer):
@@ -108,10 +111,12 @@ class Desk(pb_grpc.ControlServicer):
         if first is None:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "register comes first")
         try:
-            registration = convert.registration_from_wire(first.register)
+            registration = self._registration(first.register)
             decisions = self._planner.register(registration, self._clock.now())
         except (InvalidRequest, StartupError) as error:
-            logger.warning("worker=%s refused: %s", first.register.worker_id, error)
+            worker_id = first.register.worker_id[:_MAX_SHOWN_CHARS]
+            logger.warning("worker=%s refused: %s", worker_id, error)
+            self.has_changed.set()
             await context.write(pb.Directive(refused=pb.Refused(reason=error.message)))
             return
         worker_id, incarnation = registration.worker_id, registration.incarnation
@@ -131,6 +136,15 @@ class Desk(pb_grpc.ControlServicer):
                 self._carry_out(
                     self._planner.worker_stream_lost(worker_id, incarnation, self._clock.now())
                 )
+
+    def _registration(self, message: pb.Register) -> Registration:
+        try:
+            return convert.registration_from_wire(message)
+        except InvalidRequest as error:
+            worker_id = message.worker_id[:_MAX_SHOWN_CHARS]
+            pool = message.pool[:_MAX_SHOWN_CHARS]
+            self._planner.refused(worker_id, pool, error.message, self._clock.now())
+            raise
 
     async def GetCluster(self, request: pb.GetClusterRequest, context: Any) -> pb.ClusterView:
         """Answer with the view."""
@@ -195,6 +209,9 @@ class Desk(pb_grpc.ControlServicer):
             return
         now, kind = self._clock.now(), fact.WhichOneof("kind")
         if kind == "report":
+            if not session.is_next(fact.report.number):
+                logger.warning("worker=%s report=%d came late", worker_id, fact.report.number)
+                return
             report = convert.report_from_wire(fact.report)
             self._carry_out(self._planner.report(worker_id, incarnation, report, now))
         elif kind == "leave":
@@ -202,7 +219,7 @@ class Desk(pb_grpc.ControlServicer):
             self._carry_out(self._planner.worker_left(worker_id, incarnation, reason, now))
 
     def _view(self) -> pb.ClusterView:
-        return convert.view_to_wire(self._planner.view(self._clock.now()))
+        return convert_view.view_to_wire(self._planner.view(self._clock.now()))
 
     # ---- decisions
 

@@ -118,15 +118,23 @@ class BlockCounts:
     cached: int = 0
     fenced: int = 0
 
+    @property
+    def available(self) -> int:
+        """Blocks that can be given out: cached ones are evicted when somebody needs them."""
+        return self.free + self.cached
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferSample:
-    """One real transfer, told by its prefill worker: manifest to COMMIT."""
+    """One real transfer, told by its prefill worker."""
 
     peer_worker_id: str
     """The decode worker."""
     num_bytes: int
     seconds: float
+    """In which the bytes moved; waits for chunks and blocks are not among them."""
+    transport: str = ""
+    """What moved them (a ``TransportKind`` value); empty: what the worker registered with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +215,23 @@ class LinkView:
     num_bytes: int
     last_s: float
     """Duration of the last transfer."""
+    transport: str = ""
+    """A ``TransportKind`` value."""
+    in_flight_bytes: int = 0
+    """Granted to this pair and not moved yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedWorker:
+    """A worker that may not join, by its last try."""
+
+    worker_id: str
+    pool: str
+    role: str
+    """A ``Role`` value: its pool's; empty where the deploy file has no such pool."""
+    reason: str
+    """The field and both values; names no worker and no host, so that a client may see it."""
+    age_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,3 +251,8 @@ class ClusterView:
     max_queue_requests: int
     retry_after_s: float
     """What a refused client would be told now."""
+    refused: tuple[RefusedWorker, ...] = ()
+    counters: Mapping[str, float] = field(default_factory=dict)
+    """Monotonic counters of this control plane."""
+    is_reconciling: bool = False
+    """It has just started: workers are still coming back, and nobody is rejected for the lack."""

@@ -1,137 +1,29 @@
-"""Who holds what: each worker's last report plus the grants that it has not shown yet.
+"""Who holds what: the workers with their legs, and the grants that routers are not through with.
 
-A leg of a grant is *unseen* from the grant until a report lists it, *held* while reports list it,
-and gone after that. What a leg is charged (a slot, blocks, prompt tokens) counts:
-
-    slots in use   = legs the last report lists + unseen legs
-    blocks in use  = max(blocks in use by the report, charges of reserved legs)
-                     + charges of unreserved and of unseen legs
-    run-ahead      = prompt tokens queued by the report + prompt tokens of unseen legs
-
-A held leg is *unreserved* while the report says that it holds no blocks yet (a decode leg waits for
-its offer, a prompt for its first step). The maximum is because the others may still take some of
-what they were charged, and may later hold more.
+``worker_entry`` counts what a worker has.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from cluster.control.admission import block_bytes
 from cluster.control.facts import BlockCounts, Grant, Health, Registration, WorkerReport
+from cluster.control.worker_entry import Charge, WorkerEntry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from cluster.control.facts import ExportRef, LinkView
     from cluster.control.links import LinkTable
 
 WantKey = tuple[str, int]
 """(request_id, attempt)."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Charge:
-    """What one leg takes on its worker."""
-
-    slots: int
-    blocks: int
-    prompt_tokens: int
-    """Prompt tokens that it will compute there."""
-
-
-@dataclass(slots=True)
-class WorkerEntry:
-    """One registered worker."""
-
-    registration: Registration
-    report: WorkerReport
-    reported_at: float
-    lost_at: float | None = None
-    """When its stream broke; None while there is one."""
-    health: Health = Health.SUSPECTED
-    charges: dict[str, Charge] = field(default_factory=dict)
-    """Of unseen and held legs, by grant."""
-    unseen: dict[str, float] = field(default_factory=dict)
-    """When each unseen leg was granted."""
-    done_at: dict[str, float] = field(default_factory=dict)
-    """Held legs whose router is through with them, and since when."""
-    last_granted: int = 0
-    """Rises with each grant; for ties."""
-    held: frozenset[str] = frozenset()
-    block_bytes: int = 0
-    _pending_blocks: int = 0
-    _unseen_tokens: int = 0
-    _reserved_blocks: int = 0
-
-    @property
-    def worker_id(self) -> str:
-        """The worker's id."""
-        return self.registration.worker_id
-
-    @property
-    def num_slots_used(self) -> int:
-        """Sequences that are there or on their way."""
-        report = self.report
-        return max(len(self.held), report.num_running + report.num_waiting) + len(self.unseen)
-
-    @property
-    def num_blocks_free(self) -> int:
-        """Blocks that nobody holds or was promised."""
-        num_blocks = self.registration.num_blocks
-        used = max(num_blocks - self.report.blocks.free, self._reserved_blocks)
-        return num_blocks - used - self._pending_blocks
-
-    @property
-    def run_ahead_tokens(self) -> int:
-        """Prompt tokens granted to it and not yet computed."""
-        return self.report.queued_tokens + self._unseen_tokens
-
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that ``num_tokens`` tokens need here."""
-        return -(-num_tokens // self.registration.block_size)
-
-    def charge(self, grant_id: str, charge: Charge, now: float) -> None:
-        """Add an unseen leg."""
-        self.charges[grant_id] = charge
-        self.unseen[grant_id] = now
-        self._recount()
-
-    def drop_unseen(self, grant_id: str) -> bool:
-        """Take an unseen leg back; False where it is not unseen."""
-        if self.unseen.pop(grant_id, None) is None:
-            return False
-        del self.charges[grant_id]
-        self._recount()
-        return True
-
-    def take(self, report: WorkerReport, now: float) -> list[str]:
-        """Take a report in; returns the grants whose legs here have ended."""
-        self.report, self.reported_at = report, now
-        self.held = frozenset(report.held_grants)
-        for grant_id in self.held & self.unseen.keys():
-            del self.unseen[grant_id]
-        ended = [g for g in self.charges if g not in self.held and g not in self.unseen]
-        for grant_id in ended:
-            del self.charges[grant_id]
-        self.done_at = {g: at for g, at in self.done_at.items() if g in self.held}
-        self._recount()
-        return ended
-
-    def restore(self, grant_id: str, charge: Charge) -> None:
-        """Charge a leg again that was taken back before a report listed it after all."""
-        self.charges[grant_id] = charge
-        self._recount()
-
-    def _recount(self) -> None:
-        unseen = [self.charges[grant_id] for grant_id in self.unseen]
-        self._unseen_tokens = sum(charge.prompt_tokens for charge in unseen)
-        unreserved = self.charges.keys() & set(self.report.unreserved_grants)
-        pending = unreserved | self.unseen.keys()
-        self._pending_blocks = sum(self.charges[grant_id].blocks for grant_id in pending)
-        total = sum(charge.blocks for charge in self.charges.values())
-        self._reserved_blocks = total - self._pending_blocks
+_MAX_REMEMBERED = 4096
 
 
 @dataclass(slots=True, kw_only=True)
@@ -145,6 +37,8 @@ class GrantRecord:
     pools: tuple[str, str] | None = None
     """Of the prefill and the decode worker, where KV moves between two."""
     transfer_bytes: int = 0
+    export_grant_id: str = ""
+    """The grant of the PREFILL leg whose export this one passes on; its worker is not charged."""
     is_in_flight: bool = False
     """Whether ``transfer_bytes`` still count on the link of its pair."""
     is_taken_back: bool = False
@@ -173,6 +67,7 @@ class Ledger:
         self.grants: dict[str, GrantRecord] = {}
         self._by_want: dict[WantKey, str] = {}
         self._route_orders: dict[tuple[str, ...], int] = {}
+        self._done: OrderedDict[str, Mapping[str, Charge]] = OrderedDict()
 
     def add_worker(self, registration: Registration, now: float) -> WorkerEntry:
         """Enter a worker, or keep the entry of the same incarnation.
@@ -205,7 +100,11 @@ class Ledger:
         del self.workers[worker_id]
         orders = self._route_orders.items()
         self._route_orders = {route: order for route, order in orders if worker_id not in route}
-        lost = [record for record in self.grants.values() if worker_id in record.charges]
+        lost = [
+            record
+            for record in self.grants.values()
+            if worker_id in record.charges or worker_id == record.pair[0]
+        ]
         for record in lost:
             record.is_taken_back = True
             self._end_transfer(record)
@@ -224,6 +123,26 @@ class Ledger:
         if record.pools is not None:
             record.is_in_flight = True
             self.links.started(record.pair, record.pools, record.transfer_bytes)
+        if record.export_grant_id:
+            sender = self.workers[record.pair[0]]
+            sender.sending[record.grant.grant_id] = record.export_grant_id
+
+    def export_waits(self, export: ExportRef) -> None:
+        """Forget the decode legs of all grants that an export had so far: their handoffs failed.
+
+        The prefill leg's charge lives on until the leg ends.
+        """
+        sender = self.entry(export.worker_id, export.incarnation)
+        sent = sender.sending.items() if sender is not None else ()
+        failed = [grant_id for grant_id, leg in sent if leg == export.grant_id]
+        for grant_id in [export.grant_id, *failed]:
+            record = self.grants.get(grant_id)
+            if record is None:
+                continue
+            self._end_transfer(record)
+            receiver = self.workers.get(record.pair[1])
+            if receiver is not None:
+                receiver.drop_unseen(grant_id)
 
     def last_granted(self, worker_ids: tuple[str, ...]) -> int:
         """Return the order of the last grant to exactly these workers; 0 before the first."""
@@ -245,9 +164,13 @@ class Ledger:
 
     def mark_done(self, record: GrantRecord, now: float) -> None:
         """Remember since when the legs that are still reported should be gone."""
+        grant_id = record.grant.grant_id
+        self._done[grant_id] = record.charges
+        if len(self._done) > _MAX_REMEMBERED:
+            self._done.popitem(last=False)
         for entry in self._entries_of(record):
-            if record.grant.grant_id in entry.held:
-                entry.done_at.setdefault(record.grant.grant_id, now)
+            if grant_id in entry.held:
+                entry.done_at.setdefault(grant_id, now)
 
     def take_report(self, entry: WorkerEntry, report: WorkerReport, now: float) -> None:
         """Take a report in, with its transfer samples."""
@@ -255,8 +178,14 @@ class Ledger:
             ended = self.grants.get(grant_id)
             if ended is not None and ended.pair[0] == entry.worker_id:
                 self._end_transfer(ended)
+        for grant_id, leg_grant_id in list(entry.sending.items()):
+            if not {grant_id, leg_grant_id} & entry.held:
+                self._end_transfer(self.grants[grant_id])
         self._learn(entry, report, now)
         for grant_id in entry.held - entry.charges.keys():
+            if entry.worker_id in self._done.get(grant_id, ()):
+                # It was on its way when its router was done with it, or its worker was away.
+                entry.done_at.setdefault(grant_id, now)
             record = self.grants.get(grant_id)
             charge = record.charges.get(entry.worker_id) if record is not None else None
             if charge is not None:
@@ -296,11 +225,21 @@ class Ledger:
             entry.unseen = dict.fromkeys(entry.unseen, now)
             entry.done_at = dict.fromkeys(entry.done_at, now)
 
+    def links_view(self, now: float) -> tuple[LinkView, ...]:
+        """Show the links; one whose samples did not say what moves its bytes has its sender's."""
+        return tuple(
+            replace(link, transport=sender.registration.transport)
+            if not link.transport and (sender := self.workers.get(link.prefill_worker_id))
+            else link
+            for link in self.links.view(now)
+        )
+
     def check(self) -> None:
         """Prove what must always hold; AssertionError is a bug of ours."""
         for entry in self.workers.values():
             assert entry.unseen.keys() <= entry.charges.keys(), entry.worker_id
             assert not entry.unseen.keys() & entry.held, entry.worker_id
+            assert entry.sending.keys() <= self.grants.keys(), entry.worker_id
         for key, grant_id in self._by_want.items():
             assert self.grants[grant_id].key == key, key
 
@@ -309,12 +248,16 @@ class Ledger:
             peer = self.workers.get(sample.peer_worker_id)
             if peer is not None:
                 pools = (entry.registration.pool, peer.registration.pool)
-                self.links.observe((entry.worker_id, peer.worker_id), pools, sample, now)
+                pair = (entry.worker_id, peer.worker_id)
+                self.links.observe(pair, pools, sample, now)
 
     def _end_transfer(self, record: GrantRecord) -> None:
         if record.is_in_flight:
             record.is_in_flight = False
             self.links.ended(record.pair, record.transfer_bytes)
+        sender = self.workers.get(record.pair[0])
+        if sender is not None:
+            sender.sending.pop(record.grant.grant_id, None)
 
     def _entries_of(self, record: GrantRecord) -> Iterator[WorkerEntry]:
         for worker_id in record.charges:

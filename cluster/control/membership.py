@@ -17,14 +17,16 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from cluster.control import admission
+from cluster.control.admission import Refusals
 from cluster.control.decisions import AbortLegs, Decision, WorkerDied
 from cluster.control.facts import Health, Registration, WorkerReport
 from cluster.errors import StartupError
 
 if TYPE_CHECKING:
     from cluster.config import DeployConfig
-    from cluster.control.ledger import Ledger, WorkerEntry
+    from cluster.control.ledger import Ledger
     from cluster.control.settings import ControlSettings
+    from cluster.control.worker_entry import WorkerEntry
 
 logger = logging.getLogger(__name__)
 
@@ -41,12 +43,13 @@ class Membership:
         self._ledger = ledger
         self._settings = settings
         self._replaced: deque[str] = deque(maxlen=_MAX_REPLACED)
+        self.refusals = Refusals(config, settings.refused_keep_s)
 
     def register(self, registration: Registration, now: float) -> list[Decision]:
         """Let a worker in; raises StartupError, saying why, where it may not join."""
         worker_id, incarnation = registration.worker_id, registration.incarnation
         if incarnation in self._replaced:
-            raise StartupError(f"{worker_id}: incarnation {incarnation} was replaced by another")
+            raise StartupError("another incarnation of this worker has replaced it")
         others = [
             entry.registration
             for entry in self._ledger.workers.values()
@@ -54,7 +57,9 @@ class Membership:
         ]
         objection = admission.objection(self._config, registration, others)
         if objection is not None:
+            self.refusals.add(worker_id, registration.pool, objection, now)
             raise StartupError(objection)
+        self.refusals.forget(worker_id)
         decisions: list[Decision] = []
         old = self._ledger.workers.get(worker_id)
         if old is not None and old.registration.incarnation != incarnation:

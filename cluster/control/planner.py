@@ -1,46 +1,51 @@
 """The control plane's mind, without I/O: facts and ``now`` in, decisions out.
 
 A want's life here:
-    1. ``want``: refused at once where it can never be served or the queue is full, else queued by
-       the time it has waited in all
-    2. ``_place``: after every fact that may have made room, the queue is walked oldest first; a
-       want that has no room now holds the workers it lacks, so that nobody younger takes them,
-       and blocks none that need other workers
+    1. ``want``: refused at once where it can never be served or the queue is full, else queued:
+       exports first, then by the time it has waited in all
+    2. ``_place``: after every fact that may have made room, the queue is walked in order; a want
+       that has no room now holds the workers it lacks, so that nobody behind it takes them, and
+       blocks none that need other workers
     3. granted: the ledger charges its workers until their reports show the legs, and what these
-       leave when they end; or rejected: deadline, no worker of a role
+       leave when they end; or rejected: deadline, no worker of a role, an export that is gone
     4. ``done``: the router is through with it, well or not
 
 For ``reconcile_s`` after the start nobody is rejected for want of room or workers: the workers and
-the wants of an earlier control plane are still coming back. After that a request is rejected as
-soon as no worker of a needed role is alive or suspected.
+the wants of an earlier control plane are still coming back. After that a fresh request is rejected
+as soon as no worker of a needed role is alive or suspected; one that was being served, or whose KV
+waits as an export, waits ``replacement_wait_s`` for another.
+
+An export's want has the key of its request's grant and names that grant: it is another want. The
+grant that answers it charges its decode worker only; what the first grant was charged for the
+prefill leg counts until that leg ends.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections import deque
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from cluster.control import readiness
 from cluster.control.costs import Choice, CostModel
 from cluster.control.decisions import Decision, SendGrant, SendReject
 from cluster.control.facts import (
     ClusterView,
-    Grant,
-    Placed,
     Registration,
     Reject,
     Want,
     WorkerReport,
     WorkerView,
 )
-from cluster.control.ledger import GrantRecord, Ledger, WorkerEntry
+from cluster.control.granting import Granter
+from cluster.control.ledger import GrantRecord, Ledger
 from cluster.control.links import LinkTable
 from cluster.control.membership import Membership
-from cluster.control.placement import NoRoute, Placement
+from cluster.control.placement import Blocked, NoExport, NoRoute, Placement
+from cluster.control.routers import Routers
 from cluster.control.waiting import Waiting, WaitingQueue
-from cluster.errors import DeadlineExceeded, NoWorker, PdserveError, QueueFull
+from cluster.errors import DeadlineExceeded, HandoffFailed, NoWorker, PdserveError, QueueFull
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -51,14 +56,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NO_WORKER_RETRY_S = 2.0
-_GRANTS_FOR_RATE = 64
 _RETRY_RANGE_S = (1.0, 60.0)
-
-
-@dataclass(slots=True)
-class _Router:
-    incarnation: str
-    lost_at: float | None = None
 
 
 class Planner:
@@ -76,51 +74,64 @@ class Planner:
         self._costs = CostModel(self._ledger, settings.expected_output_tokens)
         self._placement = Placement(config, self._ledger, self._costs, settings)
         self._queue = WaitingQueue()
-        self._routers: dict[str, _Router] = {}
-        self._orders = itertools.count(1)
-        self._granted_at: deque[float] = deque(maxlen=_GRANTS_FOR_RATE)
+        self._routers = Routers(settings.router_grace_s)
+        self._counts: Counter[str] = Counter()
+        self._granter = Granter(
+            term=term,
+            ledger=self._ledger,
+            placement=self._placement,
+            costs=self._costs,
+            counts=self._counts,
+        )
 
     # ---- routers
 
     def router_joined(self, router_id: str, incarnation: str, now: float) -> list[Decision]:
         """Take a router's stream; another incarnation under its id is gone for good."""
-        old = self._routers.get(router_id)
-        if old is not None and old.incarnation != incarnation:
+        if self._routers.joined(router_id, incarnation):
             self._drop_router(router_id, now)
         self._queue.remove_router(router_id)
-        self._routers[router_id] = _Router(incarnation)
         return self._place(now)
 
     def router_left(self, router_id: str, incarnation: str, now: float) -> list[Decision]:
         """Take its wants out, which it sends again when it is back; keep its grants for a while."""
-        router = self._routers.get(router_id)
-        if router is not None and router.incarnation == incarnation:
-            router.lost_at = now
+        if self._routers.left(router_id, incarnation, now):
             self._queue.remove_router(router_id)
         return self._place(now)
 
     def want(self, router_id: str, want: Want, now: float) -> list[Decision]:
         """Queue a want, or answer it at once; one that has a live grant gets the same again."""
         key = (want.request_id, want.attempt)
-        record = self._ledger.grant_for(key)
+        record = self._answer_to(want)
         if record is not None and not record.is_taken_back:
             record.router_id = router_id
             return [SendGrant(router_id=router_id, grant=record.grant)]
         if record is not None:
             self._ledger.remove_grant(record)
+        if want.export is not None:
+            self._ledger.export_waits(want.export)
         error: PdserveError | None = self._placement.objection(want)
         # One that has waited already, or whose workers failed it, was let in before.
-        is_known = key in self._queue or want.is_resent or want.attempt > 0
-        if error is None and not is_known and self._is_full(now):
+        was_let_in = key in self._queue or want.is_resent or _was_served(want)
+        if error is None and not was_let_in and self._is_full(now):
             error = QueueFull(
                 f"{len(self._queue)} requests wait already",
                 stage="queue",
                 retry_after_s=self._retry_after_s(now),
             )
         if error is not None:
+            self._queue.remove(key)
             return [self._reject(router_id, want, error)]
         self._queue.add(want, router_id, now)
         return self._place(now)
+
+    def _answer_to(self, want: Want) -> GrantRecord | None:
+        """Return the grant that a want has got before."""
+        record = self._ledger.grant_for((want.request_id, want.attempt))
+        if record is None or want.export is None:
+            return record
+        # The grant that made the export has the same key, and is no answer to its want.
+        return None if record.grant.grant_id == want.export.grant_id else record
 
     def cancel_want(self, request_id: str, attempt: int, now: float) -> list[Decision]:
         """Forget a want; a grant that has crossed comes back as ``done``."""
@@ -142,6 +153,10 @@ class Planner:
     def register(self, registration: Registration, now: float) -> list[Decision]:
         """Let a worker in; raises StartupError, saying why, where it may not join."""
         return [*self._members.register(registration, now), *self._place(now)]
+
+    def refused(self, worker_id: str, pool: str, reason: str, now: float) -> None:
+        """Keep a registration that could not even be read, for the view."""
+        self._members.refusals.add(worker_id, pool, reason, now)
 
     def report(
         self, worker_id: str, incarnation: str, report: WorkerReport, now: float
@@ -168,12 +183,12 @@ class Planner:
         if now - self._ticked_at > self._settings.gap_s:
             logger.warning("away for %.1f s: timers start again", now - self._ticked_at)
             self._ledger.rearm(now)
-            for router in self._routers.values():
-                router.lost_at = None if router.lost_at is None else now
+            self._routers.rearm(now)
         self._ticked_at = now
         decisions = self._members.judge(now)
         self._drop_lost_routers(now)
         for grant_id in self._ledger.take_back_unseen(now - self._settings.unseen_grant_s):
+            self._counts["grants_taken_back"] += 1
             logger.warning("grant=%s taken back: reported by nobody", grant_id)
         for record in self._ledger.idle_grants(now, 10.0 * self._settings.orphan_s):
             logger.warning("grant=%s forgotten: no worker has it", record.grant.grant_id)
@@ -195,13 +210,16 @@ class Planner:
         return ClusterView(
             term=self.term,
             workers=workers,
-            links=self._ledger.links.view(now),
+            links=self._ledger.links_view(now),
             num_waiting=len(self._queue),
             waiting_tokens=self._queue.num_tokens,
             num_granted=len(self._ledger.grants),
-            num_routers=sum(router.lost_at is None for router in self._routers.values()),
+            num_routers=self._routers.num_connected,
             max_queue_requests=self._config.scheduling.max_queue_requests,
             retry_after_s=self._retry_after_s(now),
+            refused=self._members.refusals.view(now),
+            is_reconciling=self._is_reconciling(now),
+            counters={**self._counts, "registrations_refused": self._members.refusals.num_refused},
         )
 
     def check(self) -> None:
@@ -211,66 +229,63 @@ class Planner:
     # ---- placing
 
     def _place(self, now: float) -> list[Decision]:
-        """Walk the queue oldest first and grant what has room."""
+        """Walk the queue in order and grant what has room."""
         decisions: list[Decision] = []
         held: set[str] = set()
         stuck: set[Hashable] = set()
+        may_fall_back = not self._is_reconciling(now)
         for waiting in self._queue:
-            want = waiting.want
             if now >= waiting.deadline:
-                self._queue.remove(waiting.key)
-                decisions.append(self._reject(waiting.router_id, want, _deadline_passed()))
+                decisions += self._give_up(waiting, _deadline_passed())
                 continue
+            want = self._effective(waiting, now)
             # Among wants that may use the same workers the first one without room stops the rest.
             kind = self._placement.kind(want)
             if kind in stuck:
                 continue
-            choice = self._placement.choose(want, held, now)
-            if isinstance(choice, Choice):
+            outcome = self._placement.choose(want, held, now, may_fall_back=may_fall_back)
+            if isinstance(outcome, Choice):
                 self._queue.remove(waiting.key)
-                decisions.append(self._grant(waiting, choice, now))
-            elif isinstance(choice, NoRoute):
-                decisions += self._without_route(waiting, choice, now)
-            else:
+                decisions.append(self._granter.grant(waiting, outcome, now))
+            elif isinstance(outcome, Blocked):
                 stuck.add(kind)
-                held |= choice.lacking
+                held |= outcome.lacking
+                if want is waiting.want:
+                    waiting.routeless_since = None
+            else:
+                decisions += self._without_route(waiting, outcome, now)
         return decisions
 
-    def _grant(self, waiting: Waiting, choice: Choice, now: float) -> SendGrant:
-        want, route, order = waiting.want, choice.route, next(self._orders)
-        grant_id = f"{self.term:x}-{order}"
-        grant = Grant(
-            term=self.term,
-            grant_id=grant_id,
-            request_id=want.request_id,
-            attempt=want.attempt,
-            prefill=_placed(route.prefill),
-            decode=_placed(route.decode),
-            handoff_id=f"h-{grant_id}" if route.pools is not None else "",
-            reason=choice.reason,
-            predicted_s=choice.first_token_s,
-        )
-        record = GrantRecord(
-            grant=grant,
-            router_id=waiting.router_id,
-            charges=self._placement.charges(route, want),
-            pools=route.pools,
-            transfer_bytes=self._costs.transfer_bytes(route, want),
-        )
-        self._ledger.add_grant(record, order, now)
-        self._granted_at.append(now)
-        logger.info("request=%s/%d grant=%s %s", *waiting.key, grant_id, choice.reason)
-        return SendGrant(router_id=waiting.router_id, grant=grant)
+    def _effective(self, waiting: Waiting, now: float) -> Want:
+        """Return the want as it is placed now: nobody is avoided when nobody else came."""
+        want, since = waiting.want, waiting.routeless_since
+        if want.avoid and since is not None and now - since >= self._settings.avoid_s:
+            return replace(want, avoid=())
+        return want
 
-    def _without_route(self, waiting: Waiting, missing: NoRoute, now: float) -> list[Decision]:
+    def _without_route(
+        self, waiting: Waiting, missing: NoRoute | NoExport, now: float
+    ) -> list[Decision]:
         if self._is_reconciling(now):
             return []
-        self._queue.remove(waiting.key)
+        if isinstance(missing, NoExport):
+            return self._give_up(
+                waiting, HandoffFailed("the worker that kept the KV is gone", stage="placement")
+            )
+        if waiting.routeless_since is None:
+            waiting.routeless_since = now
+        wait_s = self._settings.replacement_wait_s if _was_served(waiting.want) else 0.0
+        if now - waiting.routeless_since < wait_s:
+            return []
         error = NoWorker(
-            f"no {missing.role} worker is ready",
+            readiness.lack([missing.role], self._members.refusals.view(now)),
             stage="placement",
             retry_after_s=_NO_WORKER_RETRY_S,
         )
+        return self._give_up(waiting, error)
+
+    def _give_up(self, waiting: Waiting, error: PdserveError) -> list[Decision]:
+        self._queue.remove(waiting.key)
         return [self._reject(waiting.router_id, waiting.want, error)]
 
     def _reject(self, router_id: str, want: Want, error: PdserveError) -> SendReject:
@@ -290,22 +305,19 @@ class Planner:
         low, high = _RETRY_RANGE_S
         if not self._queue:
             return low
-        if len(self._granted_at) < 2:
+        per_grant_s = self._granter.seconds_per_grant(now)
+        if per_grant_s is None:
             return _NO_WORKER_RETRY_S
-        per_grant_s = (now - self._granted_at[0]) / len(self._granted_at)
         return min(high, max(low, per_grant_s * len(self._queue) / 2))
 
     # ---- ends
 
     def _drop_lost_routers(self, now: float) -> None:
-        for router_id, router in list(self._routers.items()):
-            if router.lost_at is None or now - router.lost_at <= self._settings.router_grace_s:
-                continue
+        for router_id in self._routers.take_lost(now):
             logger.warning("router=%s gone: its stream did not come back", router_id)
             for record in self._grants_of(router_id):
                 # Its legs may run on: a router needs no control plane for them.
                 self._ledger.remove_grant(record)
-            del self._routers[router_id]
 
     def _drop_router(self, router_id: str, now: float) -> None:
         for record in self._grants_of(router_id):
@@ -316,16 +328,9 @@ class Planner:
         return [r for r in self._ledger.grants.values() if r.router_id == router_id]
 
 
-def _placed(entry: WorkerEntry | None) -> Placed | None:
-    if entry is None:
-        return None
-    registration = entry.registration
-    return Placed(
-        worker_id=registration.worker_id,
-        incarnation=registration.incarnation,
-        address=registration.address,
-        pool=registration.pool,
-    )
+def _was_served(want: Want) -> bool:
+    """Tell a request that has had a grant from a fresh one."""
+    return want.attempt > 0 or want.export is not None
 
 
 def _deadline_passed() -> DeadlineExceeded:

@@ -75,6 +75,7 @@ class ReportClient:
         self._is_connected = False
         self._lost_at: float | None = None
         self._term = 0
+        self._num_reports = 0
 
     @property
     def accepted(self) -> asyncio.Future[None]:
@@ -94,6 +95,10 @@ class ReportClient:
     def is_connected(self) -> bool:
         """Whether the control plane has accepted this worker on the present stream."""
         return self._is_connected
+
+    def set_tap(self, tap: connection.Tap | None) -> None:
+        """Let faults be injected between this client and its stream; None: none, as at first."""
+        self._stream.tap = tap
 
     async def start(self) -> None:
         """Start dialling; await ``accepted`` to know that the worker is placed on."""
@@ -188,4 +193,6 @@ class ReportClient:
 
     def _send_report(self) -> None:
         report = convert.report_to_wire(self._report())
+        self._num_reports += 1
+        report.number = self._num_reports
         self._stream.send(pb.WorkerFact(report=report))

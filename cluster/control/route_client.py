@@ -2,7 +2,7 @@
 
 A want's life here:
     1. ``want`` keeps it in ``_waiting`` and sends it; every new stream sends it again, with the
-       time it has waited (``_welcomed``)
+       time it has waited (``_welcomed``), and so do long waits on the same one (``_viewed``)
     2. a grant or a reject takes it out (``_granted``, ``_rejected``); so does the end of its
        deadline, a cancel by its caller, or a control plane that stays away too long
     3. a grant whose caller is gone is given back at once; the others live in ``_held`` until
@@ -18,7 +18,7 @@ import logging
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, cast
 
-from cluster.control import connection, convert
+from cluster.control import connection, convert, convert_view
 from cluster.control.facts import ClusterView, Grant, Reject, Want
 from cluster.errors import Cancelled, DeadlineExceeded, NoWorker, PdserveError
 from cluster.wire import control_pb2 as pb
@@ -52,15 +52,19 @@ class RouteEvents(Protocol):
 class RouteTiming:
     """How long a router puts up with a control plane that is away."""
 
-    unreachable_after_s: float = 10.0
-    """Then wants end with NoWorker: better come back than wait for the deadline."""
+    unreachable_after_s: float = 15.0
+    """Then wants end with NoWorker: better come back than wait for the deadline. A control plane
+    that was stopped for 10 s is waited for."""
+    resend_after_s: float = 3.0
+    """A want that is not answered is sent again: it, or its answer, may have been lost."""
     backoff: connection.Backoff = field(default_factory=connection.Backoff)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Waiting:
     want: Want
     since: float
+    sent: float
     answer: asyncio.Future[Grant]
 
 
@@ -117,6 +121,10 @@ class RouteClient:
         """Seconds since the last snapshot came; infinite before the first."""
         return now - self._view_at if self._view is not None else float("inf")
 
+    def set_tap(self, tap: connection.Tap | None) -> None:
+        """Let faults be injected between this client and its stream; None: none, as at first."""
+        self._stream.tap = tap
+
     async def start(self) -> None:
         """Start dialling; wants may be made at once."""
         self._away_since = self._clock.now()
@@ -141,7 +149,8 @@ class RouteClient:
         if self._is_unreachable():
             raise self._unreachable()
         answer: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
-        waiting = _Waiting(want=want, since=self._clock.now(), answer=answer)
+        now = self._clock.now()
+        waiting = _Waiting(want=want, since=now, sent=now, answer=answer)
         self._waiting[key] = waiting
         self._stream.send(self._want_fact(waiting))
         is_answered = False
@@ -203,8 +212,7 @@ class RouteClient:
         elif kind == "reject":
             self._rejected(convert.reject_from_wire(message.reject), message.reject.term)
         elif kind == "view":
-            self._view = convert.view_from_wire(message.view)
-            self._view_at = self._clock.now()
+            self._viewed(convert_view.view_from_wire(message.view))
         elif kind == "dead":
             self._events.on_worker_dead(message.dead.worker_id, message.dead.incarnation)
         elif kind == "cancel":
@@ -234,6 +242,14 @@ class RouteClient:
             self._send_done(done)
         for waiting in self._waiting.values():
             self._stream.send(self._want_fact(waiting, is_resent=True))
+
+    def _viewed(self, view: ClusterView) -> None:
+        """Keep the snapshot. One comes each second: time to look whose answer is overdue."""
+        now = self._clock.now()
+        self._view, self._view_at = view, now
+        for waiting in self._waiting.values():
+            if now - waiting.sent >= self._timing.resend_after_s:
+                self._stream.send(self._want_fact(waiting, is_resent=True))
 
     def _granted(self, grant: Grant) -> None:
         if grant.term < self._term:
@@ -270,7 +286,8 @@ class RouteClient:
             self._unsent_dones.append(done)
 
     def _want_fact(self, waiting: _Waiting, *, is_resent: bool = False) -> pb.RouterFact:
-        here_s = self._clock.now() - waiting.since
+        waiting.sent = self._clock.now()
+        here_s = waiting.sent - waiting.since
         want = replace(
             waiting.want,
             waited_s=waiting.want.waited_s + here_s,

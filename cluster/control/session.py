@@ -21,6 +21,7 @@ class Session(Generic[Message]):
         self._messages: deque[Message] = deque()
         self._view: Message | None = None
         self._is_closed = False
+        self._last_number = 0
         self._wake = asyncio.Event()
 
     def put(self, message: Message) -> None:
@@ -37,6 +38,13 @@ class Session(Generic[Message]):
         """End the stream once everything queued is out."""
         self._is_closed = True
         self._wake.set()
+
+    def is_next(self, number: int) -> bool:
+        """Tell whether a numbered message is newer than all before it; 0 is not numbered."""
+        if number != 0 and number <= self._last_number:
+            return False
+        self._last_number = max(number, self._last_number)
+        return True
 
     async def serve(
         self,

@@ -27,6 +27,14 @@ class ControlSettings:
     """A leg still reported so long after its router was done with it is told to abort."""
     router_grace_s: float = 2.0
     """A router whose stream broke keeps its grants for so long."""
+    replacement_wait_s: float = 20.0
+    """A request that was being served, or whose KV waits, waits so long for a worker of a role that
+    has none; a fresh one is refused at once."""
+    avoid_s: float = 4.0
+    """So long it also waits for others where only workers are left that it has failed on. Those
+    that are alive after that were not the fault."""
+    refused_keep_s: float = 600.0
+    """A refused registration is shown for so long after its last try."""
     growth_tokens: int = 64
     """Output tokens for which a decode grant counts blocks, at most. A longer output grows into
     free blocks, and where there are none the engine preempts by recompute."""

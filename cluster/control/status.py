@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import grpc
 import grpc.aio
 
-from cluster.control import convert
+from cluster.control import convert_view
 from cluster.control.connection import CHANNEL_OPTIONS
 from cluster.errors import NoWorker
 from cluster.wire import control_pb2 as pb
@@ -28,4 +28,4 @@ async def get_cluster(address: str, timeout_s: float) -> ClusterView:
             raise NoWorker(
                 f"no control plane answers at {address}: {error.code().name}", stage="status"
             ) from error
-    return convert.view_from_wire(message)
+    return convert_view.view_from_wire(message)

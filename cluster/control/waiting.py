@@ -1,4 +1,8 @@
-"""The wants that wait for a placement, oldest first (FCFS by the time they have waited in all)."""
+"""The wants that wait for a placement: exports first, then oldest first.
+
+Both orders are FCFS by the time waited in all. An export holds blocks of a prefill worker under a
+lease that runs out; placing it frees them, and needs nothing of any prefill worker.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ if TYPE_CHECKING:
     from cluster.control.ledger import WantKey
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Waiting:
     """A want in the queue; instants are on the planner's clock."""
 
@@ -26,6 +30,8 @@ class Waiting:
     deadline: float
     order: int
     """Breaks ties of ``arrived``."""
+    routeless_since: float | None = None
+    """Since when no worker is there that could serve it."""
 
     @property
     def key(self) -> WantKey:
@@ -34,7 +40,7 @@ class Waiting:
 
 
 class WaitingQueue:
-    """A sorted list with an index. A want that comes twice keeps its place."""
+    """A sorted list with an index. A want that comes twice keeps its time."""
 
     def __init__(self) -> None:
         self._sorted: list[Waiting] = []
@@ -48,7 +54,7 @@ class WaitingQueue:
         return len(self._sorted)
 
     def __iter__(self) -> Iterator[Waiting]:
-        """Walk over a copy, oldest first."""
+        """Walk over a copy, in order."""
         return iter(list(self._sorted))
 
     def __contains__(self, key: WantKey) -> bool:
@@ -64,6 +70,7 @@ class WaitingQueue:
             arrived=now - want.waited_s if old is None else old.arrived,
             deadline=now + want.remaining_s,
             order=next(self._orders) if old is None else old.order,
+            routeless_since=None if old is None else old.routeless_since,
         )
         bisect.insort(self._sorted, waiting, key=_place)
         self._by_key[waiting.key] = waiting
@@ -86,5 +93,5 @@ class WaitingQueue:
         return gone
 
 
-def _place(waiting: Waiting) -> tuple[float, int]:
-    return (waiting.arrived, waiting.order)
+def _place(waiting: Waiting) -> tuple[bool, float, int]:
+    return (waiting.want.export is None, waiting.arrived, waiting.order)

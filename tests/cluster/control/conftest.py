@@ -8,7 +8,7 @@ import pytest
 
 from cluster.clock import SystemClock
 from cluster.control.connection import Backoff
-from cluster.control.facts import BlockCounts, Registration, WorkerReport
+from cluster.control.facts import BlockCounts, Registration, TransferSample, WorkerReport
 from cluster.control.report_client import ReportClient, ReportTiming
 from cluster.control.route_client import RouteClient, RouteTiming
 from cluster.control.server import ControlServer
@@ -66,6 +66,7 @@ class FakeWorker:
     def __init__(self, address: str, registration: Registration) -> None:
         self.registration = registration
         self.held: tuple[str, ...] = ()
+        self.transfers: list[TransferSample] = []
         self.aborted: list[str] = []
         self.num_reports = 0
         self.client = ReportClient(
@@ -83,7 +84,9 @@ class FakeWorker:
 
     def _report(self) -> WorkerReport:
         self.num_reports += 1
+        transfers, self.transfers = tuple(self.transfers), []
         return WorkerReport(
+            transfers=transfers,
             blocks=BlockCounts(free=self.registration.num_blocks),
             held_grants=self.held,
             counters={"reports_total": float(self.num_reports)},

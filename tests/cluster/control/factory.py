@@ -73,3 +73,9 @@ def rejects(decisions):
 
 def deaths(decisions) -> list[str]:
     return [decision.worker_id for decision in decisions if isinstance(decision, WorkerDied)]
+
+
+def held_by(view, worker_id) -> tuple[str, ...] | None:
+    """The grants that a worker's last report lists; None where the worker is not there."""
+    reports = {worker.worker.worker_id: worker.report for worker in view.workers}
+    return reports[worker_id].held_grants if worker_id in reports else None

@@ -3,7 +3,7 @@
 import pytest
 
 from cluster.config import Role
-from cluster.control import convert, facts
+from cluster.control import convert, convert_view, facts
 from cluster.errors import EngineFault, InvalidRequest, QueueFull
 from cluster.wire import control_pb2 as pb
 from tests.cluster.control.factory import make_pool, make_registration, make_report, make_want
@@ -14,7 +14,9 @@ REPORT = make_report(
     "g1",
     "g2",
     unreserved_grants=("g2",),
-    transfers=(facts.TransferSample(peer_worker_id="d", num_bytes=3, seconds=0.5),),
+    transfers=(
+        facts.TransferSample(peer_worker_id="d", num_bytes=3, seconds=0.5, transport="shm"),
+    ),
     counters={"tokens_total": 5.0},
 )
 PLACED = facts.Placed(worker_id="w", incarnation="i", address="a", pool="p")
@@ -29,8 +31,9 @@ def make_grant(**changes):
 
 
 def test_facts_survive_the_wire():
-    want = make_want(avoid=("x", "y"), is_resent=True)
-    assert convert.want_from_wire(convert.want_to_wire(want)) == want
+    export = facts.ExportRef(grant_id="g", worker_id="w", incarnation="i")
+    for want in (make_want(avoid=("x", "y"), is_resent=True), make_want(export=export)):
+        assert convert.want_from_wire(convert.want_to_wire(want)) == want
     assert (
         convert.registration_from_wire(convert.registration_to_wire(REGISTRATION)) == REGISTRATION
     )
@@ -49,13 +52,17 @@ def test_a_view_survives_the_wire():
     )
     link = facts.LinkView(
         prefill_worker_id="p", decode_worker_id="d", alpha_s=0.1, beta_bytes_per_s=1e9,
-        num_transfers=1, num_bytes=2, last_s=0.25,
+        num_transfers=1, num_bytes=2, last_s=0.25, transport="shm", in_flight_bytes=7,
     )  # fmt: skip
+    refused = facts.RefusedWorker(
+        worker_id="w", pool="p", role="decode", reason="block_size: 16 there, 8 here", age_s=1.0
+    )
     view = facts.ClusterView(
         term=1, workers=(worker,), links=(link,), num_waiting=1, waiting_tokens=2, num_granted=3,
-        num_routers=4, max_queue_requests=5, retry_after_s=1.5,
+        num_routers=4, max_queue_requests=5, retry_after_s=1.5, refused=(refused,),
+        counters={"grants": 3.0}, is_reconciling=True,
     )  # fmt: skip
-    assert convert.view_from_wire(convert.view_to_wire(view)) == view
+    assert convert_view.view_from_wire(convert_view.view_to_wire(view)) == view
 
 
 @pytest.mark.parametrize(
@@ -82,7 +89,7 @@ def test_an_unknown_code_is_a_fault():
         ({"request_id": "x" * 1000}, "request_id"),
         ({"num_prompt_tokens": 0}, "num_prompt_tokens"),
         ({"num_prompt_tokens": 1 << 30}, "num_prompt_tokens"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1 << 30}, "max_tokens"),
         ({"waited_s": float("nan")}, "waited_s"),
         ({"remaining_s": float("inf")}, "remaining_s"),
     ],
@@ -97,6 +104,8 @@ def test_bad_wants_are_named(changes, field):
     ("changes", "field"),
     [
         ({"role": "both"}, "role"),
+        ({"layout": "x" * 5000}, "layout"),
+        ({"transport": "x" * 500}, "transport"),
         ({"worker_id": ""}, "worker_id"),
         ({"step_base_s": -1.0}, "step_base_s"),
         ({"prefill_per_token_s": float("nan")}, "prefill_per_token_s"),

@@ -1,5 +1,8 @@
 """What a link's estimate learns, shares and forgets."""
 
+import random
+import statistics
+
 import pytest
 
 from cluster.control.facts import TransferSample
@@ -78,3 +81,50 @@ def test_a_gone_worker_takes_its_links_along():
     table.forget("d0")
     assert table.view(0.0) == ()
     table.ended(PAIR, 5)
+
+
+def test_what_an_old_link_shows_now_counts_more_than_what_it_was():
+    """Slow, then unused for 45 s, then well: it does not take another 60 s to be believed."""
+    table = LinkTable(60.0)
+    for _ in range(20):
+        observe(table, 1_000_000, 1.0)
+        observe(table, 1_000_000, 0.01, pair=("p0", "d1"))
+    observe(table, 1_000_000, 0.01, now=60.0)
+    assert predict(table, 1_000_000, now=60.0) < 0.02
+    for _ in range(20):
+        observe(table, 1_000_000, 1.0, now=60.0)
+    observe(table, 1_000_000, 0.01, now=61.0)
+    assert predict(table, 1_000_000, now=61.0) > 0.5, "one good transfer in a row of bad ones"
+
+
+@pytest.mark.parametrize("noise", [0.3, 0.6])
+def test_links_that_differ_by_chance_do_not_differ(noise):
+    """Equal links, transfers that scatter: nearly all predictions are the mean."""
+    rng = random.Random(1)
+    table = LinkTable(60.0)
+    pairs = [(f"p{i}", f"d{j}") for i in range(2) for j in range(2)]
+    num_apart = 0
+    for _ in range(200):
+        for pair in pairs:
+            observe(table, 1_000_000, 0.02 * rng.lognormvariate(0.0, noise), pair=pair)
+        predicted = [predict(table, 1_000_000, pair=pair) for pair in pairs]
+        num_apart += sum(seconds != statistics.mode(predicted) for seconds in predicted)
+    assert num_apart < 0.15 * 200 * len(pairs)
+
+
+def test_a_link_that_is_truly_slower_stands_out_of_the_scatter():
+    rng = random.Random(1)
+    table = LinkTable(60.0)
+    for _ in range(30):
+        observe(table, 1_000_000, 0.02 * rng.lognormvariate(0.0, 0.3))
+        observe(table, 1_000_000, 0.06 * rng.lognormvariate(0.0, 0.3), pair=("p0", "d1"))
+    assert predict(table, 1_000_000, pair=("p0", "d1")) > 1.3 * predict(table, 1_000_000)
+
+
+def test_a_view_shows_links_with_bytes_under_way():
+    table = LinkTable(60.0)
+    table.started(PAIR, POOLS, 10)
+    (view,) = table.view(0.0)
+    assert (view.num_transfers, view.in_flight_bytes) == (0, 10)
+    table.ended(PAIR, 10)
+    assert table.view(0.0) == ()

@@ -1,13 +1,13 @@
 """The planner against thousands of random events, with workers that keep their own books."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
 from cluster.config import Role
 from cluster.control.decisions import SendGrant, SendReject, WorkerDied
-from cluster.control.facts import BlockCounts, Registration
+from cluster.control.facts import BlockCounts, ExportRef, Registration
 from cluster.control.planner import Planner
 from cluster.control.settings import ControlSettings
 from tests.cluster.control.factory import (
@@ -53,9 +53,10 @@ class World:
         self.workers = {}
         self.waiting = {}
         self.live = {}
+        self.grants = {}
         self.answers = {}
         self.incarnations = 0
-        self.num_granted = self.num_deaths = 0
+        self.num_granted = self.num_deaths = self.num_exports = self.num_redirected = 0
         for router_id in ("a", "b"):
             self.planner.router_joined(router_id, f"{router_id}-1", 0.0)
         for pool in pools:
@@ -77,6 +78,10 @@ class World:
         )
 
     def take(self, decisions):
+        if any(w.want.export is not None for w in self.planner._queue):
+            sent = [d.grant for d in decisions if isinstance(d, SendGrant)]
+            pairs = [g for g in sent if g.handoff_id and not g.reason.startswith("export")]
+            assert not pairs, "a fresh request has taken a decode worker from an export"
         for decision in decisions:
             if isinstance(decision, SendGrant):
                 self.granted(decision.grant)
@@ -95,14 +100,21 @@ class World:
     def granted(self, grant):
         key = (grant.request_id, grant.attempt)
         want = self.waiting[key]
-        older = [other for other in self.waiting.values() if other.request_id < want.request_id]
+        older = [
+            other
+            for other in self.waiting.values()
+            if other.request_id < want.request_id and want.export is None is other.export
+        ]
         same = [other for other in older if (other.max_tokens == 1) == (want.max_tokens == 1)]
         assert not same, f"{key} has overtaken {same}"
         self.answered(grant, "grant")
         self.num_granted += 1
         prompt, output = want.num_prompt_tokens, min(want.max_tokens - 1, SETTINGS.growth_tokens)
         legs = {}
-        if grant.prefill is not None:
+        if want.export is not None:
+            self.num_redirected += 1
+            assert grant.prefill.incarnation == want.export.incarnation
+        elif grant.prefill is not None:
             legs[grant.prefill.worker_id] = (0, -(-prompt // 16))
         if grant.decode is not None:
             legs[grant.decode.worker_id] = (1, -(-(prompt + output) // 16))
@@ -113,6 +125,7 @@ class World:
             self.workers[worker_id].promised[grant.grant_id] = charge
             self.workers[worker_id].check()
         self.live[grant.grant_id] = list(legs)
+        self.grants[grant.grant_id] = (grant, want)
 
     # ---- events
 
@@ -159,6 +172,30 @@ class World:
                     self.workers[worker_id].promised.pop(grant_id, None)
             self.take(self.planner.done(grant_id, self.rng.randint(0, 40), self.now))
 
+    def refuse(self):
+        """A decode worker refuses a handoff: the prefill worker keeps the export."""
+        pairs = [g for g, ids in self.live.items() if len(ids) == 2 and self.holds(ids[0], g)]
+        if not pairs:
+            return
+        grant_id = self.rng.choice(pairs)
+        prefill_id, decode_id = self.live[grant_id]
+        self.live[grant_id] = [prefill_id]
+        decode = self.workers[decode_id]
+        if decode.promised.pop(grant_id, None) is None:
+            return  # it died meanwhile
+        decode.held.discard(grant_id)
+        self.say(decode)
+        grant, want = self.grants[grant_id]
+        export = ExportRef(
+            grant_id=grant_id,
+            worker_id=prefill_id,
+            incarnation=grant.prefill.incarnation,
+        )
+        again = replace(want, attempt=want.attempt + 1, export=export, remaining_s=1e4)
+        self.num_exports += 1
+        self.waiting[again.request_id, again.attempt] = again
+        self.take(self.planner.want(self.rng.choice("ab"), again, self.now))
+
     def holds(self, worker_id, grant_id):
         return worker_id in self.workers and grant_id in self.workers[worker_id].held
 
@@ -173,8 +210,8 @@ class World:
 
     def step(self):
         self.now += 0.01
-        events = [self.want, self.start_leg, self.end_leg, self.done]
-        weights = [4, 8, 5, 5]
+        events = [self.want, self.start_leg, self.end_leg, self.done, self.refuse]
+        weights = [4, 8, 5, 5, 2]
         if self.rng.random() < 0.02:
             self.rng.choice([self.cancel, self.restart_worker])()
         self.rng.choices(events, weights)[0]()
@@ -218,3 +255,4 @@ def test_nothing_is_over_committed_lost_or_left(seed, pools):
     assert all(link.in_flight_bytes == 0 for link in world.planner._ledger.links._links.values())
     assert world.num_granted > 200
     assert world.num_deaths > 0
+    assert pools == "mixed" or world.num_redirected > 10

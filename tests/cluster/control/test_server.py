@@ -250,7 +250,7 @@ async def test_a_worker_that_does_not_fit_is_refused_with_both_values(cluster):
     registration = make_registration(cluster.config.pool("decode"), num_blocks=9)
     worker = FakeWorker(cluster.address, registration)
     await worker.client.start()
-    with pytest.raises(StartupError, match="num_blocks: 64 in the deploy file, 9 at decode-0"):
+    with pytest.raises(StartupError, match="num_blocks: 64 in the deploy file, 9 at the worker"):
         await worker.client.accepted
     assert worker.num_reports == 0
     await worker.client.stop("refused")

@@ -1,0 +1,95 @@
+"""Makes grants of choices: their ids, their words, and what the ledger keeps of them."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import deque
+from typing import TYPE_CHECKING
+
+from cluster.control.decisions import SendGrant
+from cluster.control.facts import Grant, Placed
+from cluster.control.ledger import GrantRecord
+
+if TYPE_CHECKING:
+    from collections import Counter
+
+    from cluster.control.costs import Choice, CostModel
+    from cluster.control.ledger import Ledger
+    from cluster.control.placement import Placement
+    from cluster.control.waiting import Waiting
+    from cluster.control.worker_entry import WorkerEntry
+
+logger = logging.getLogger(__name__)
+
+_GRANTS_FOR_RATE = 64
+
+
+class Granter:
+    """Enters grants in the ledger, and knows how fast they come."""
+
+    def __init__(
+        self,
+        *,
+        term: int,
+        ledger: Ledger,
+        placement: Placement,
+        costs: CostModel,
+        counts: Counter[str],
+    ) -> None:
+        self._term = term
+        self._ledger = ledger
+        self._placement = placement
+        self._costs = costs
+        self._counts = counts
+        self._orders = itertools.count(1)
+        self._granted_at: deque[float] = deque(maxlen=_GRANTS_FOR_RATE)
+
+    def grant(self, waiting: Waiting, choice: Choice, now: float) -> SendGrant:
+        """Charge the workers of a choice and say so."""
+        want, route, order = waiting.want, choice.route, next(self._orders)
+        grant_id = f"{self._term:x}-{order}"
+        grant = Grant(
+            term=self._term,
+            grant_id=grant_id,
+            request_id=want.request_id,
+            attempt=want.attempt,
+            prefill=_placed(route.prefill),
+            decode=_placed(route.decode),
+            handoff_id=f"h-{grant_id}" if route.pools is not None else "",
+            reason=choice.reason,
+            predicted_s=choice.first_token_s,
+        )
+        record = GrantRecord(
+            grant=grant,
+            router_id=waiting.router_id,
+            charges=self._placement.charges(route, want),
+            pools=route.pools,
+            transfer_bytes=self._costs.transfer_bytes(route, want),
+            export_grant_id=want.export.grant_id if want.export is not None else "",
+        )
+        self._ledger.add_grant(record, order, now)
+        self._granted_at.append(now)
+        self._counts["grants"] += 1
+        self._counts["grants_of_exports"] += route.is_export
+        self._counts["grants_local_fallback"] += choice.is_fallback
+        logger.info("request=%s/%d grant=%s %s", *waiting.key, grant_id, choice.reason)
+        return SendGrant(router_id=waiting.router_id, grant=grant)
+
+    def seconds_per_grant(self, now: float) -> float | None:
+        """Return the mean over the last grants; None before there are two."""
+        if len(self._granted_at) < 2:
+            return None
+        return (now - self._granted_at[0]) / len(self._granted_at)
+
+
+def _placed(entry: WorkerEntry | None) -> Placed | None:
+    if entry is None:
+        return None
+    registration = entry.registration
+    return Placed(
+        worker_id=registration.worker_id,
+        incarnation=registration.incarnation,
+        address=registration.address,
+        pool=registration.pool,
+    )
