@@ -36,7 +36,8 @@ class Timeline:
     total_s: float
     first_token_s: float
     queue_s: float
-    """From accept to grant: tokenising, and waiting at the control plane."""
+    """From accept to the grant that led to the first token: tokenising, and waiting at the
+    control plane."""
     prefill_worker: str
     decode_worker: str
     reason: str
@@ -44,3 +45,7 @@ class Timeline:
     prefill: LegTimes
     decode: LegTimes
     num_attempts: int
+    num_resumed: int = 0
+    """Attempts that started after a token was out: another worker went on with the choice."""
+    num_redirected: int = 0
+    """Exports that another decode worker took than the one they were made for."""

@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from cluster.lifetime import Timeline
-from cluster.request import FinishReason, Request
+from cluster.request import FinishReason, Request, TokenLogprobs
 from router.stream_text import ChoiceText
+
+if TYPE_CHECKING:
+    from cluster.errors import PdserveError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """Log-probabilities of prompt tokens from position ``start`` on; before the first token.
+
+    Runs come in order; one that begins at an earlier position tells the same again.
+    """
+
+    start: int
+    logprobs: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +30,10 @@ class Delta:
 
     text: str
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each token where the request asked for them."""
+    index: int = 0
+    """Which choice of its call it belongs to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +45,22 @@ class Finish:
     num_prompt_tokens: int
     num_output_tokens: int
     timeline: Timeline
+    num_resumed: int = 0
+    """How often another worker went on with the choice after its first token."""
+    index: int = 0
+    """Which choice of its call it belongs to."""
+
+
+class Counter(Protocol):
+    """Who counts requests: the router's metrics, or a call with several choices."""
+
+    def started(self) -> None:
+        """A request was accepted."""
+        ...
+
+    def ended(self, end: Finish | PdserveError, *, phase: str, num_output_tokens: int) -> None:
+        """An accepted request ended."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,3 +72,5 @@ class Accepted:
     """Instant on the router's clock."""
     text: ChoiceText
     wants_timeline: bool = False
+    counter: Counter | None = None
+    """Who counts it; None: the router's metrics."""

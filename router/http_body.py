@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-from typing import TYPE_CHECKING, NoReturn, TypedDict
+import re
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from cluster.errors import InvalidRequest, PdserveError, RequestTooLarge
-from router.given import GenerateInput
+from router.given import GenerateInput, TokenizeInput
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,18 +19,12 @@ if TYPE_CHECKING:
 READ_TIMEOUT_S = 30.0
 _DRAIN_BYTES = 64 << 20
 _DRAIN_S = 2.0
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
+_STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
-
-class _Shared(TypedDict):
-    model: object
-    temperature: object
-    top_p: object
-    top_k: object
-    seed: object
-    stop: object
-    ignore_eos: object
-    timeout_s: object
-    timeline: object
+CLIENT_ID_HEADER = "x-client-request-id"
+"""An id of the client's own, echoed, by which its tenant can cancel the call."""
 
 
 class UnsupportedMediaType(PdserveError):
@@ -39,7 +35,7 @@ class UnsupportedMediaType(PdserveError):
     grpc_code = "INVALID_ARGUMENT"
 
 
-async def read_object(request: Request, *, max_bytes: int) -> dict[str, object]:
+async def read_object(request: Request, *, max_bytes: int, max_depth: int) -> dict[str, object]:
     """Read a JSON object; raises RequestTooLarge, UnsupportedMediaType or InvalidRequest.
 
     A body without a length is cut off at the same cap. NaN and infinities are no JSON.
@@ -53,7 +49,7 @@ async def read_object(request: Request, *, max_bytes: int) -> dict[str, object]:
     except TimeoutError as error:
         reason = f"the body did not arrive within {READ_TIMEOUT_S:g} s"
         raise InvalidRequest(reason) from error
-    return _parse(body)
+    return _parse(body, max_depth)
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:
@@ -82,54 +78,60 @@ async def _read(request: Request, max_bytes: int) -> bytes:
     raise RequestTooLarge(f"the body is larger than {max_bytes} bytes")
 
 
-def _parse(body: bytes) -> dict[str, object]:
+def _parse(body: bytes, max_depth: int) -> dict[str, object]:
+    if _depth(body) > max_depth:
+        raise InvalidRequest(f"the body is nested deeper than {max_depth} levels")
     try:
         tree = json.loads(body.decode("utf-8"), parse_constant=_no_constant)
-    except RecursionError as error:
-        raise InvalidRequest("the body is nested too deeply") from error
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise InvalidRequest("the body is not valid JSON") from error
     if not isinstance(tree, dict):
         raise InvalidRequest("the body must be a JSON object")
     return tree
 
 
+def _depth(body: bytes) -> int:
+    """Return how deep brackets nest outside of strings; what is no JSON is found out later."""
+    brackets = _STRING.sub(b"", body).translate(None, delete=_NOT_BRACKETS)
+    return max(itertools.accumulate(map(_STEPS.__getitem__, brackets)), default=0)
+
+
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")
 
 
-def chat_input(body: Mapping[str, object]) -> GenerateInput:
+_FIELDS = (
+    "model", "n", "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p",
+    "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
+    "seed", "stop", "stop_token_ids", "ignore_eos", "echo", "logprobs", "top_logprobs", "user",
+    "priority", "expected_tokens", "timeout_s", "timeline", "tools", "tool_choice",
+)  # fmt: skip
+
+
+def chat_input(body: Mapping[str, object], client_request_id: str | None) -> GenerateInput:
     """Return what a /v1/chat/completions body asks for."""
-    field, max_tokens = _max_tokens(body)
     messages = body.get("messages")
     if messages is None:
         raise InvalidRequest("messages is missing", field="messages")
-    return GenerateInput(
-        messages=messages,
-        max_tokens=max_tokens,
-        max_tokens_field=field,
-        extras=body,
-        **_shared(body),
-    )
+    return _input(body, client_request_id, messages=messages)
 
 
-def completion_input(body: Mapping[str, object]) -> GenerateInput:
-    """Return what a /v1/completions body asks for; raises InvalidRequest for several prompts."""
-    field, max_tokens = _max_tokens(body)
-    prompt = body.get("prompt")
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-        if len(prompt) > 1:
-            raise InvalidRequest("prompt: several prompts are not supported", field="prompt")
-        prompt = prompt[0]
-    is_ids = isinstance(prompt, list)
-    return GenerateInput(
-        prompt=None if is_ids else prompt,
-        prompt_ids=prompt if is_ids else None,
-        max_tokens=max_tokens,
-        max_tokens_field=field,
-        extras=body,
-        **_shared(body),
-    )
+def completion_input(body: Mapping[str, object], client_request_id: str | None) -> GenerateInput:
+    """Return what a /v1/completions body asks for."""
+    return _input(body, client_request_id, prompt=body.get("prompt"))
+
+
+def tokenize_input(body: Mapping[str, object]) -> TokenizeInput:
+    """Return what a /tokenize body asks for."""
+    names = ("model", "prompt", "messages", "tools", "add_special_tokens")
+    return TokenizeInput(**{name: body.get(name) for name in names})
+
+
+def _input(
+    body: Mapping[str, object], client_request_id: str | None, **source: object
+) -> GenerateInput:
+    fields: dict[str, Any] = {name: body.get(name) for name in _FIELDS} | source
+    return GenerateInput(**fields, client_request_id=client_request_id or None, extras=body)
 
 
 def wants_stream(body: Mapping[str, object]) -> tuple[bool, bool]:
@@ -148,28 +150,3 @@ def wants_stream(body: Mapping[str, object]) -> tuple[bool, bool]:
         name = "stream_options.include_usage"
         raise InvalidRequest(f"{name} must be true or false", field=name)
     return True, bool(include)
-
-
-def _shared(body: Mapping[str, object]) -> _Shared:
-    return _Shared(
-        model=body.get("model"),
-        temperature=body.get("temperature"),
-        top_p=body.get("top_p"),
-        top_k=body.get("top_k"),
-        seed=body.get("seed"),
-        stop=body.get("stop"),
-        ignore_eos=body.get("ignore_eos"),
-        timeout_s=body.get("timeout_s"),
-        timeline=body.get("timeline"),
-    )
-
-
-def _max_tokens(body: Mapping[str, object]) -> tuple[str, object]:
-    """Return the client's name for the limit, and its value; two that differ are a mistake."""
-    old, new = body.get("max_tokens"), body.get("max_completion_tokens")
-    if new is None:
-        return "max_tokens", old
-    if old is not None and old != new:
-        name = "max_completion_tokens"
-        raise InvalidRequest(f"max_tokens and {name} differ", field=name)
-    return "max_completion_tokens", new

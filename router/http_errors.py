@@ -8,10 +8,15 @@ from http import HTTPStatus
 from fastapi.responses import Response
 from pydantic import BaseModel
 
-from cluster.errors import NoWorker, PdserveError, QueueFull
+from cluster.errors import NoWorker, PdserveError, QueueFull, Unauthenticated
 from router.public_errors import public_message
 
-_TYPES = {400: "invalid_request_error", 404: "not_found_error", 429: "rate_limit_error"}
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
 
 
 class ErrorBody(BaseModel):
@@ -46,6 +51,8 @@ def error_response(error: PdserveError, *, request_id: str | None = None) -> Res
     headers = {} if request_id is None else {"x-request-id": request_id}
     if isinstance(error, QueueFull | NoWorker) or error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s or 1.0)))
+    if isinstance(error, Unauthenticated):
+        headers["www-authenticate"] = "Bearer"
     return _json(envelope(error), error.http_status, headers)
 
 

@@ -11,19 +11,22 @@ from cluster.control.route_client import RouteClient
 from cluster.errors import EngineFault
 from cluster.rpc.client import WorkerClient
 from router.api import build_api
+from router.auth import Keys
 from router.dispatch import Dispatcher
 from router.grpc_api import GrpcDoor
 from router.http_door import HttpDoor
+from router.http_guard import HttpCaps
 from router.legs import Workers
 from router.metrics import RouterMetrics
 from router.served import served_model
-from router.service import Service
+from router.service import Door, Service
 from router.text import TextCodec
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from cluster.config import DeployConfig
+    from cluster.control.connection import Tap
     from cluster.control.route_client import RouteEvents
     from cluster.request import Peer
     from cluster.rpc.client import LegEvents
@@ -36,7 +39,8 @@ class Ingress:
     Raises StartupError where the model folder can't be read or a port can't be had.
     """
 
-    def __init__(self, config: DeployConfig, model_path: Path) -> None:
+    def __init__(self, config: DeployConfig, model_path: Path, *, tap: Tap | None = None) -> None:
+        """``tap`` stands in the stream to the control plane, where faults are injected."""
         model = served_model(
             model_path,
             name=config.model.name or model_path.name,
@@ -47,15 +51,18 @@ class Ingress:
         incarnation = uuid.uuid4().hex
         router_id = f"router-{incarnation[:8]}"
         clock = SystemClock()
+        open_door = Door(keys=Keys.load(config.auth))
 
         def route(events: RouteEvents) -> RouteClient:
-            return RouteClient(
+            client = RouteClient(
                 control_address,
                 router_id=router_id,
                 incarnation=incarnation,
                 clock=clock,
                 events=events,
             )
+            client.set_tap(tap)
+            return client
 
         def connect(peer: Peer, events: LegEvents) -> WorkerClient:
             return WorkerClient(peer, router_id=router_id, incarnation=incarnation, events=events)
@@ -65,6 +72,7 @@ class Ingress:
             workers=Workers(connect),
             clock=clock,
             metrics=RouterMetrics(router_id),
+            resumes=config.router.resume,
         )
         service = Service(
             model=model,
@@ -73,9 +81,15 @@ class Ingress:
             dispatcher=dispatcher,
             capacity=Capacity.of(config.pools, max_model_len=model.max_model_len),
             max_open_calls=_max_open_calls(config),
+            door=open_door,
         )
         self._service = service
-        self._http = HttpDoor(build_api(service), host=endpoints.host, port=endpoints.http_port)
+        self._http = HttpDoor(
+            build_api(service),
+            host=endpoints.host,
+            port=endpoints.http_port,
+            caps=HttpCaps(max_head_bytes=config.limits.max_header_bytes),
+        )
         self._grpc = GrpcDoor(service, host=endpoints.host, port=endpoints.grpc_port)
 
     async def start(self) -> None:

@@ -1,7 +1,8 @@
 """The router's connections to workers, and which leg hears which token.
 
-One connection per worker incarnation, made at its first leg and dropped when it is lost. A leg
-always ends with one ``LegEnd``: of the worker's, or made here when the worker is lost.
+One connection per worker incarnation, made at its first leg and dropped when it is lost: when its
+stream broke for good, the control plane declared it dead, or its ``Pulse`` says that it hangs. A
+leg always ends with one ``LegEnd``: of the worker's, or made here when the worker is lost.
 """
 
 from __future__ import annotations
@@ -13,7 +14,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cluster.errors import PdserveError, WorkerLost
-from cluster.request import Leg, LegEnd, LegKey, LegKind, Peer, Token
+from cluster.request import (
+    Beat,
+    ExportWaiting,
+    Leg,
+    LegEnd,
+    LegKey,
+    LegKind,
+    Peer,
+    PromptLogprobs,
+    Redirect,
+    Token,
+)
+from router.pulse import Pulse
 
 if TYPE_CHECKING:
     from cluster.handoff import AbortCause
@@ -24,8 +37,21 @@ logger = logging.getLogger(__name__)
 CLOSE_GRACE_S = 1.0
 """For the last messages to all workers together, and then for their goodbyes."""
 
-LegNews = tuple[LegKind, Token | LegEnd]
-"""Something a leg of this kind said."""
+
+Said = Token | LegEnd | ExportWaiting | PromptLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class LegNews:
+    """Something a leg said; the incarnation tells legs of one kind apart."""
+
+    kind: LegKind
+    incarnation: str
+    said: Said
+    is_death: bool = False
+    """An end that was made here: the worker had the leg when it was lost."""
+
+
 Hear = Callable[[LegNews], None]
 
 
@@ -38,6 +64,10 @@ class WorkerConnection(Protocol):
 
     async def abort_leg(self, key: LegKey, cause: AbortCause) -> None:
         """Give a leg up."""
+        ...
+
+    async def redirect_leg(self, redirect: Redirect) -> None:
+        """Pass the export of a leg to another decode worker."""
         ...
 
     async def close(self) -> None:
@@ -56,17 +86,28 @@ class _Worker:
     drop: Callable[[str], None]
     legs: dict[LegKey, tuple[LegKind, Hear]] = field(default_factory=dict)
     connection: WorkerConnection | None = None
+    pulse: Pulse = field(default_factory=Pulse)
+    has_answered: bool = False
 
-    def on_tokens(self, tokens: Sequence[Token], ends: Sequence[LegEnd]) -> None:
+    def on_beat(self, beat: Beat) -> None:
+        """Note a sign of life; one comes with everything else that the worker says."""
+        self.has_answered = True
+        self.pulse.heard(beat)
+
+    def on_tokens(
+        self,
+        tokens: Sequence[Token],
+        ends: Sequence[LegEnd],
+        waiting: Sequence[ExportWaiting] = (),
+        prompts: Sequence[PromptLogprobs] = (),
+    ) -> None:
         """Pass one step on; what nobody listens to crossed with an abort."""
-        for token in tokens:
-            if (leg := self.legs.get(token.key)) is not None:
-                kind, hear = leg
-                hear((kind, token))
+        self.has_answered = True
+        news: tuple[PromptLogprobs | Token | ExportWaiting, ...] = (*prompts, *tokens, *waiting)
+        for said in news:
+            self._tell(said, self.legs.get(said.key))
         for end in ends:
-            if (leg := self.legs.pop(end.key, None)) is not None:
-                kind, hear = leg
-                hear((kind, end))
+            self._tell(end, self.legs.pop(end.key, None))
 
     def on_worker_lost(self, peer: Peer, reason: str) -> None:
         """End every leg here with WorkerLost."""
@@ -77,7 +118,13 @@ class _Worker:
             error = WorkerLost(
                 f"the {kind.value} worker was lost", stage=kind.value, worker_id=peer.worker_id
             )
-            hear((kind, LegEnd(key=key, error=error)))
+            end = LegEnd(key=key, error=error)
+            hear(LegNews(kind, peer.incarnation, end, is_death=self.has_answered))
+
+    def _tell(self, said: Token | LegEnd | ExportWaiting, leg: tuple[LegKind, Hear] | None) -> None:
+        if leg is not None:
+            kind, hear = leg
+            hear(LegNews(kind, self.peer.incarnation, said))
 
 
 class Workers:
@@ -103,11 +150,18 @@ class Workers:
             if isinstance(error, WorkerLost):
                 self._drop(peer.incarnation)
             if worker.legs.pop(leg.key, None) is not None:
-                hear((leg.kind, LegEnd(key=leg.key, error=error)))
+                hear(LegNews(leg.kind, peer.incarnation, LegEnd(key=leg.key, error=error)))
         except BaseException:
             # Not sent: nobody will say its end.
             worker.legs.pop(leg.key, None)
             raise
+
+    def redirect(self, peer: Peer, redirect: Redirect) -> None:
+        """Have the worker of a PREFILL leg pass its export on; nothing where the leg has ended."""
+        worker = self._workers.get(peer.incarnation)
+        if worker is not None and redirect.key in worker.legs:
+            assert worker.connection is not None
+            self._run(worker.connection.redirect_leg(redirect))
 
     def abort(self, peer: Peer, key: LegKey, cause: AbortCause) -> None:
         """Tell the worker to give a leg up, unless it has ended; what it still says is heard."""
@@ -117,6 +171,11 @@ class Workers:
         assert worker.connection is not None
         self._run(worker.connection.abort_leg(key, cause))
 
+    def has_leg(self, peer: Peer, key: LegKey) -> bool:
+        """Whether the leg is open there."""
+        worker = self._workers.get(peer.incarnation)
+        return worker is not None and key in worker.legs
+
     def pass_to(self, peer: Peer, key: LegKey, hear: Hear) -> None:
         """Let another listen to a leg from now on, if it has not ended."""
         worker = self._workers.get(peer.incarnation)
@@ -124,8 +183,14 @@ class Workers:
             kind, _ = worker.legs[key]
             worker.legs[key] = (kind, hear)
 
+    def tick(self, now: float) -> None:
+        """Take workers that hang, with legs open, as lost; to be called a few times a second."""
+        for incarnation, worker in list(self._workers.items()):
+            if worker.legs and (flaw := worker.pulse.look(now)) is not None:
+                self.lost(worker.peer.worker_id, incarnation, flaw)
+
     def lost(self, worker_id: str, incarnation: str, reason: str) -> None:
-        """Drop a worker that was declared dead, whatever its connection says."""
+        """Drop a worker, whatever its connection says."""
         worker = self._workers.get(incarnation)
         if worker is None:
             return

@@ -44,12 +44,23 @@ class RouterMetrics:
         self._generated = self._counter("generated_tokens", "Output tokens of the same")
         self._wasted = self._counter("wasted_tokens", "Output tokens that nobody got")
         self._attempts = self._counter("attempts", "Grants that were served or tried")
+        self._resumed = self._counter(
+            "requests_resumed", "Requests that went on with other workers after a first token"
+        )
+        self._redirected = self._counter(
+            "attempts_redirected", "Exports that another decode worker took than was meant"
+        )
         self._repeats = self._counter("repeated_tokens", "Tokens dropped since they were out")
         self._in_flight = Gauge(
             "pdserve_requests_in_flight", "Requests accepted and not over", registry=self._registry
         )
         self._queued = Gauge(
             "pdserve_requests_queued", "Requests that wait for a grant", registry=self._registry
+        )
+        self._handoffs_waiting = Gauge(
+            "pdserve_handoffs_waiting",
+            "Exports that wait for another decode worker",
+            registry=self._registry,
         )
         self._first_token = self._histogram("first_token_seconds", "Accept to first token")
         self._total = self._histogram("request_seconds", "Accept to last token")
@@ -78,10 +89,19 @@ class RouterMetrics:
         """Count a request as waiting for a grant while the context is open."""
         return self._queued.track_inprogress()
 
-    def attempt_ended(self, *, num_repeats: int) -> None:
+    def waiting_handoff(self) -> AbstractContextManager[object]:
+        """Count an export as waiting for a decode worker while the context is open."""
+        return self._handoffs_waiting.track_inprogress()
+
+    def resumed(self) -> None:
+        """A request goes on with another attempt after its first token; told once for each."""
+        self._resumed.inc()
+
+    def attempt_ended(self, *, num_repeats: int, num_redirects: int = 0) -> None:
         """One grant was served or failed."""
         self._attempts.inc()
         self._repeats.inc(num_repeats)
+        self._redirected.inc(num_redirects)
 
     def ended(self, end: Finish | PdserveError, *, phase: str, num_output_tokens: int) -> None:
         """An accepted request ended."""
@@ -163,6 +183,7 @@ class _ViewCollector:
         yield from _worker_gauges(view.workers)
         yield from _worker_counters(view.workers)
         yield from _link_metrics(view)
+        yield from _control_metrics(view)
 
 
 _WORKER = ("worker", "pool", "role")
@@ -183,10 +204,9 @@ def _worker_gauges(workers: tuple[WorkerView, ...]) -> Iterator[Metric]:
         "pdserve_worker_blocks", "KV blocks by state", labels=[*_WORKER, "state"]
     )
     for view in workers:
-        counts = view.report.blocks
-        states = {"free": counts.free, "held": counts.held, "importing": counts.importing}
-        for state, number in {**states, "total": view.worker.num_blocks}.items():
-            blocks.add_metric([*_labels(view), state], number)
+        for state in ("free", "cached", "held", "importing", "fenced"):
+            blocks.add_metric([*_labels(view), state], getattr(view.report.blocks, state))
+        blocks.add_metric([*_labels(view), "total"], view.worker.num_blocks)
     yield blocks
     for name, what in _GAUGES.items():
         family = GaugeMetricFamily(f"pdserve_worker_{name}", what, labels=_WORKER)
@@ -224,3 +244,13 @@ def _link_metrics(view: ClusterView) -> Iterator[Metric]:
         sent.add_metric(pair, link.num_bytes)
         last.add_metric(pair, link.last_s)
     yield from (transfers, sent, last)
+
+
+def _control_metrics(view: ClusterView) -> Iterator[Metric]:
+    for name, value in sorted(view.counters.items()):
+        counter = CounterMetricFamily(f"pdserve_control_{name}", "The control plane's counter")
+        counter.add_metric([], value)
+        yield counter
+    refused = GaugeMetricFamily("pdserve_workers_refused", "Workers that may not join")
+    refused.add_metric([], len(view.refused))
+    yield refused

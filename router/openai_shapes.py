@@ -1,4 +1,4 @@
-"""The bodies that OpenAI's clients expect, field for field; ``timeline`` is our one addition."""
+"""The bodies that OpenAI's clients expect, field for field; ``pdserve`` holds what we add."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from cluster.lifetime import Timeline
-    from router.events import Finish
 
 
 class Usage(BaseModel):
@@ -47,6 +48,8 @@ class TimelineBody(BaseModel):
     prefill: LegTimesBody
     decode: LegTimesBody
     num_attempts: int
+    num_resumed: int = 0
+    num_redirected: int = 0
 
 
 class _Sparse(BaseModel):
@@ -58,7 +61,53 @@ class _Sparse(BaseModel):
         return {k: v for k, v in body.items() if v is not None or k not in _OPTIONAL}
 
 
-_OPTIONAL = frozenset({"timeline", "role", "content"})
+_OPTIONAL = frozenset({"pdserve", "timeline", "timelines", "num_resumed", "role", "content"})
+
+
+class Extension(_Sparse):
+    """What OpenAI's bodies have no place for; there is one only where it says something."""
+
+    num_resumed: int | None = None
+    """How often another worker went on with a choice after its first token; left out where 0."""
+    timeline: TimelineBody | None = None
+    """Where the time went, where the request asked for it."""
+    timelines: list[TimelineBody] | None = None
+    """The same in an answer with several choices, by index."""
+
+
+class TopToken(BaseModel):
+    """A token that could have been chosen."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatToken(TopToken):
+    """A token of a chat's answer."""
+
+    top_logprobs: list[TopToken]
+
+
+class ChatLogprobs(BaseModel):
+    """Logprobs of a chat's choice, or of what a chunk adds to it."""
+
+    content: list[ChatToken]
+    refusal: None = None
+
+
+class TextLogprobs(BaseModel):
+    """Logprobs of a completion's choice, or of what a chunk adds: lists of one length.
+
+    ``bytes``, which OpenAI doesn't have here, joined are the text. The first token of an echoed
+    prompt has no logprob.
+    """
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+    bytes: list[list[int]]
 
 
 class AssistantMessage(BaseModel):
@@ -70,12 +119,12 @@ class AssistantMessage(BaseModel):
 
 
 class ChatChoice(BaseModel):
-    """The one choice of a chat."""
+    """One choice of a chat."""
 
     index: int = 0
     message: AssistantMessage
-    logprobs: None = None
-    finish_reason: str
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Literal["stop", "length"]
 
 
 class ChatCompletion(_Sparse):
@@ -87,7 +136,7 @@ class ChatCompletion(_Sparse):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    timeline: TimelineBody | None = None
+    pdserve: Extension | None = None
 
 
 class ChatDelta(_Sparse):
@@ -98,12 +147,12 @@ class ChatDelta(_Sparse):
 
 
 class ChatChunkChoice(BaseModel):
-    """The one choice of a chat's chunk."""
+    """The choice of a chat's chunk."""
 
     index: int = 0
     delta: ChatDelta
-    logprobs: None = None
-    finish_reason: str | None = None
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Literal["stop", "length"] | None = None
 
 
 class ChatChunk(_Sparse):
@@ -115,16 +164,16 @@ class ChatChunk(_Sparse):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
-    timeline: TimelineBody | None = None
+    pdserve: Extension | None = None
 
 
 class TextChoice(BaseModel):
-    """The one choice of a completion, or of its chunk."""
+    """One choice of a completion, or of its chunk."""
 
     index: int = 0
     text: str
-    logprobs: None = None
-    finish_reason: str | None = None
+    logprobs: TextLogprobs | None = None
+    finish_reason: Literal["stop", "length"] | None = None
 
 
 class TextCompletion(_Sparse):
@@ -136,7 +185,7 @@ class TextCompletion(_Sparse):
     model: str
     choices: list[TextChoice]
     usage: Usage | None = None
-    timeline: TimelineBody | None = None
+    pdserve: Extension | None = None
 
 
 class ModelCard(BaseModel):
@@ -163,10 +212,30 @@ class Health(BaseModel):
     missing: list[str] = []
 
 
-def usage_of(finish: Finish) -> Usage:
-    """Return a finished choice's token counts."""
-    prompt, output = finish.num_prompt_tokens, finish.num_output_tokens
-    return Usage(prompt_tokens=prompt, completion_tokens=output, total_tokens=prompt + output)
+class TokenizeAnswer(BaseModel):
+    """The answer of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
+class DetokenizeAnswer(BaseModel):
+    """The answer of /detokenize."""
+
+    prompt: str
+
+
+def extension_of(timelines: Sequence[Timeline | None], num_resumed: int) -> Extension | None:
+    """Return what an answer adds for its choices; None where there is nothing to say."""
+    bodies = [timeline_of(timeline) for timeline in timelines if timeline is not None]
+    if not bodies and not num_resumed:
+        return None
+    return Extension(
+        num_resumed=num_resumed or None,
+        timeline=bodies[0] if len(bodies) == 1 else None,
+        timelines=bodies if len(bodies) > 1 else None,
+    )
 
 
 def timeline_of(timeline: Timeline) -> TimelineBody:

@@ -78,12 +78,15 @@ class StopMatcher:
         self._held = ""
         self.is_stopped = False
 
-    def push(self, piece: str) -> str:
-        """Take more text and return what is safe to show; nothing more once stopped."""
+    def push(self, piece: str, *, is_armed: bool = True) -> str:
+        """Take more text and return what is safe to show; nothing more once stopped.
+
+        What completes while not armed is no match.
+        """
         if self.is_stopped or not piece:
             return ""
         text = self._held + piece
-        start = self._first_match(text)
+        start = self._first_match(text, len(self._held)) if is_armed else None
         if start is not None:
             self.is_stopped = True
             self._held = ""
@@ -97,8 +100,12 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    def _first_match(self, text: str) -> int | None:
-        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+    def _first_match(self, text: str, num_old: int) -> int | None:
+        # Matches end after the old characters: what was complete before was not armed.
+        starts = ((stop, max(0, num_old - len(stop) + 1)) for stop in self._stops)
+        found = [
+            (at + len(stop), at) for stop, first in starts if (at := text.find(stop, first)) >= 0
+        ]
         return min(found)[1] if found else None
 
     def _num_held(self, text: str) -> int:
@@ -110,11 +117,17 @@ class StopMatcher:
 
 
 class ChoiceText:
-    """The text of one choice: detokenised, and cut at its stop strings."""
+    """The text of one choice: detokenised, and cut at its stop strings.
 
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str]) -> None:
+    The first ``min_tokens`` tokens but the last of them complete no stop string.
+    """
+
+    def __init__(
+        self, detokenizer: Detokenizer, stops: Sequence[str], *, min_tokens: int = 0
+    ) -> None:
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stops)
+        self._num_unarmed = min_tokens
 
     @property
     def is_stopped(self) -> bool:
@@ -123,9 +136,11 @@ class ChoiceText:
 
     def push(self, token_id: int) -> str:
         """Take one id; return the text that may be shown now."""
-        return self._matcher.push(self._detokenizer.push(token_id))
+        self._num_unarmed -= 1
+        piece = self._detokenizer.push(token_id)
+        return self._matcher.push(piece, is_armed=self._num_unarmed <= 0)
 
     def flush(self) -> str:
         """Return the rest of the text; call once, when no more ids come."""
-        text = self._matcher.push(self._detokenizer.flush())
+        text = self._matcher.push(self._detokenizer.flush(), is_armed=self._num_unarmed <= 0)
         return text if self.is_stopped else text + self._matcher.flush()

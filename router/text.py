@@ -9,22 +9,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import jinja2
 from transformers import PreTrainedTokenizerFast
 
-from cluster.errors import InvalidRequest, RequestTooLarge, StartupError
+from cluster.errors import StartupError
+from router.chat_template import ChatTemplate, refuse_without_template
+from router.token_text import TokenTexts, special_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from router.messages import Chat
+
 
 @dataclass(frozen=True, slots=True)
-class ChatMessage:
-    """One turn of a conversation, checked."""
+class Encoded:
+    """The ids of a text, and at which of its characters each begins."""
 
-    role: str
-    content: str
+    ids: tuple[int, ...]
+    offsets: tuple[int, ...]
 
 
 class TextCodec:
@@ -34,7 +37,6 @@ class TextCodec:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, *, eos_ids: frozenset[int]) -> None:
-        self._tokenizer = tokenizer
         self._rust: Any = tokenizer.backend_tokenizer
         # A folder may ask for truncation; a prompt cut in silence would be a wrong answer.
         self._rust.no_truncation()
@@ -43,6 +45,11 @@ class TextCodec:
         longest = max(self._rust.get_vocab(with_added_tokens=True), key=len, default="")
         self.max_token_chars = max(1, len(longest))
         """Characters of text that one token covers at most (bytes, in byte-level models)."""
+        self.tokens = TokenTexts(self._rust, self.hidden_ids)
+        source = tokenizer.chat_template
+        self._template = (
+            ChatTemplate(source, special_tokens(tokenizer)) if isinstance(source, str) else None
+        )
 
     @classmethod
     def load(cls, folder: Path, *, eos_ids: frozenset[int]) -> TextCodec:
@@ -53,28 +60,20 @@ class TextCodec:
             raise StartupError(f"{folder} holds no tokenizer.json that can be read") from error
         return cls(tokenizer, eos_ids=eos_ids)
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Return the ids of a raw prompt, with the special tokens that the model puts around."""
-        return tuple(self._rust.encode(text, add_special_tokens=True).ids)
+    def encode(self, text: str, *, has_special_tokens: bool = True) -> Encoded:
+        """Return a raw prompt's ids, with the special tokens that the model puts around it."""
+        encoding = self._rust.encode(text, add_special_tokens=has_special_tokens)
+        return Encoded(tuple(encoding.ids), tuple(start for start, _ in encoding.offsets))
 
-    def encode_chat(self, messages: Sequence[ChatMessage], *, max_chars: int) -> tuple[int, ...]:
+    def encode_chat(self, chat: Chat, *, max_chars: int) -> tuple[int, ...]:
         """Return the ids of a conversation that asks for the assistant's next turn.
 
         The template runs in transformers' sandbox. Raises InvalidRequest where the model has no
-        template or the template refuses the turns, RequestTooLarge above ``max_chars``.
+        template or the template refuses a turn, RequestTooLarge above ``max_chars``.
         """
-        if self._tokenizer.chat_template is None:
-            raise InvalidRequest("this model has no chat template", field="messages")
-        turns = [{"role": turn.role, "content": turn.content} for turn in messages]
-        try:
-            text = self._tokenizer.apply_chat_template(
-                turns, tokenize=False, add_generation_prompt=True
-            )
-        except jinja2.TemplateError as error:
-            reason = f"the model's chat template refuses these messages: {error.message}"
-            raise InvalidRequest(reason, field="messages") from error
-        if len(text) > max_chars:
-            raise RequestTooLarge("the conversation is too long", field="messages")
+        if self._template is None:
+            raise refuse_without_template()
+        text = self._template.render(chat, max_chars=max_chars)
         return tuple(self._rust.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -7,89 +7,69 @@ Messages name the field and the rule, never more of the value than its type.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 from cluster.errors import InvalidRequest, ModelNotFound
-from router.text import ChatMessage
+from cluster.request import SamplingParams
+from router import values
+from router.messages import Chat, MessageCheck
+from router.prompts import Prompt, PromptCheck
+from router.unserved import refuse_unserved
 
 if TYPE_CHECKING:
     from cluster.config import LimitsConfig
-    from router.given import GenerateInput
+    from router.given import GenerateInput, TokenizeInput
     from router.served import ServedModel
 
-_INT64 = range(-(1 << 63), 1 << 63)
 _GREEDY_BELOW = 1e-5  # dividing logits by less than this overflows; the limit is the best token
-_ROLES = ("system", "user", "assistant")
 _MAX_MODEL_CHARS = 256
+_SEEDS = 1 << 64
+_DEFAULT_PRIORITIES = (0, "default", "normal")
 
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "prompt_logprobs": (),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "stop_token_ids": ([],),
-    "echo": (False,),
-    "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "audio": (),
-    "web_search_options": (),
-    "prompt_embeds": (),
-    "chat_template": (),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-}
-"""Fields that would change the answer and are not served, with the values that ask for nothing.
-
-Every other unknown field is ignored, as clients send many that mean nothing here.
-"""
+MAX_PROMPT_LOGPROBS = 5
+"""Best tokens that OpenAI's completions tell at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """A call whose every value is legal; its prompt is not tokenised yet.
+    """A call whose every value is legal; its prompts are not tokenised yet."""
 
-    Exactly one of ``prompt``, ``messages`` and ``prompt_ids`` is set. ``max_tokens`` None fills
-    the context.
-    """
-
-    prompt: str | None
-    messages: tuple[ChatMessage, ...] | None
-    prompt_ids: tuple[int, ...] | None
+    prompts: tuple[Prompt, ...]
+    """Empty for a chat."""
+    chat: Chat | None
+    num_choices: int
+    """Of each prompt."""
     max_tokens: int | None
+    """None fills the context; 0, with ``echo`` only, scores the prompt and generates nothing."""
     max_tokens_field: str
-    temperature: float
-    top_p: float
-    top_k: int
-    seed: int | None
-    stop: tuple[str, ...]
-    ignore_eos: bool
+    params: SamplingParams
+    """All but ``max_tokens`` and, where the client gave none, the seed."""
+    has_seed: bool
+    is_echoed: bool
+    expected_tokens: int | None
     timeout_s: float
     wants_timeline: bool
+    client_request_id: str
 
     @property
     def prompt_field(self) -> str:
         """The client's name of what was given."""
-        return "messages" if self.messages is not None else "prompt"
+        return "messages" if self.chat is not None else "prompt"
+
+    @property
+    def num_all_choices(self) -> int:
+        """Choices of all prompts together."""
+        return max(1, len(self.prompts)) * self.num_choices
 
 
-class _Prompt(TypedDict):
-    prompt: str | None
-    messages: tuple[ChatMessage, ...] | None
-    prompt_ids: tuple[int, ...] | None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedText:
+    """A text or chat to be tokenised."""
+
+    source: str | Chat
+    has_special_tokens: bool
 
 
 class Validator:
@@ -98,29 +78,73 @@ class Validator:
     def __init__(self, model: ServedModel, limits: LimitsConfig, *, max_prompt_chars: int) -> None:
         self._model = model
         self._limits = limits
+        self._prompts = PromptCheck(
+            model, max_prompts=limits.max_prompts, max_chars=max_prompt_chars
+        )
+        self._messages = MessageCheck(
+            limits, max_chars=max_prompt_chars, max_model_len=model.max_model_len
+        )
         self.max_prompt_chars = max_prompt_chars
         """A longer text can't fit the context, whatever its tokens."""
 
     def check(self, given: GenerateInput) -> Checked:
         """Return the checked call; raises InvalidRequest or ModelNotFound that names the field."""
         self._check_model(given.model)
-        _refuse_unserved(given.extras)
-        top_k = _int(given.top_k, "top_k", low=-1)
-        temperature = _float(given.temperature, "temperature", low=0.0, high=2.0)
+        refuse_unserved(given.extras)
+        _check_priority(given.priority)
+        values.short_string(given.user, "user", max_chars=self._limits.max_id_chars)
+        prompts, chat = self._sources(given)
+        num_choices = self._num_choices(given, num_prompts=max(1, len(prompts)))
+        is_echoed = values.boolean(given.echo, "echo")
+        if is_echoed and chat is not None:
+            raise InvalidRequest("echo is for prompts, not for a chat", field="echo")
+        max_tokens, max_tokens_field = _max_tokens(given, is_echoed=is_echoed)
         return Checked(
-            **self._prompt(given),
-            max_tokens=_int(given.max_tokens, given.max_tokens_field, low=1),
-            max_tokens_field=given.max_tokens_field,
-            temperature=1.0 if temperature is None else _no_tiny(temperature),
-            top_p=_top_p(given.top_p),
-            # At or above the vocabulary's size there is nothing to cut off.
-            top_k=0 if top_k is None or not 0 < top_k < self._model.vocab_size else top_k,
-            seed=_seed(given.seed),
-            stop=self._stops(given.stop),
-            ignore_eos=_bool(given.ignore_eos, "ignore_eos"),
+            prompts=prompts,
+            chat=chat,
+            num_choices=num_choices,
+            max_tokens=max_tokens,
+            max_tokens_field=max_tokens_field,
+            params=self._params(given, is_chat=chat is not None, is_echoed=is_echoed),
+            has_seed=given.seed is not None,
+            is_echoed=is_echoed,
+            expected_tokens=values.integer(given.expected_tokens, "expected_tokens", low=1),
             timeout_s=self._timeout(given.timeout_s, given.call_remaining_s),
-            wants_timeline=_bool(given.timeline, "timeline"),
+            wants_timeline=values.boolean(given.timeline, "timeline"),
+            client_request_id=self.client_request_id(given.client_request_id),
         )
+
+    def check_text(self, given: TokenizeInput) -> CheckedText:
+        """Return what is to be tokenised; raises as ``check`` does."""
+        self._check_model(given.model)
+        if (given.prompt is None) == (given.messages is None):
+            raise InvalidRequest("give either prompt or messages", field="prompt")
+        with_special = given.add_special_tokens
+        has_special_tokens = with_special is None or values.boolean(
+            with_special, "add_special_tokens"
+        )
+        source: str | Chat
+        if given.messages is not None:
+            source = self._messages.chat(given.messages, given.tools, None)
+        else:
+            source = self._prompts.text(given.prompt, "prompt")
+        return CheckedText(source=source, has_special_tokens=has_special_tokens)
+
+    def check_tokens(self, model: object, tokens: object) -> tuple[int, ...]:
+        """Return ids to be turned into text."""
+        self._check_model(model)
+        if tokens is None:
+            raise InvalidRequest("tokens is missing", field="tokens")
+        size, high = self._model.vocab_size, self._model.max_model_len
+        return values.token_ids(tokens, "tokens", vocab_size=size, max_ids=high)
+
+    def client_request_id(self, value: object) -> str:
+        """Return the id that a client gave its call; empty where it gave none."""
+        field = "client_request_id"
+        checked = values.short_string(value, field, max_chars=self._limits.max_id_chars) or ""
+        if not checked.isascii() or not checked.isprintable():
+            raise InvalidRequest(f"{field} must be printable ASCII", field=field)
+        return checked
 
     def _check_model(self, model: object) -> None:
         if model is None or model == "":
@@ -132,70 +156,80 @@ class Validator:
             reason = f"the model {shown} does not exist; this is {self._model.name!r}"
             raise ModelNotFound(reason, field="model")
 
-    def _prompt(self, given: GenerateInput) -> _Prompt:
-        present = [v for v in (given.prompt, given.messages, given.prompt_ids) if v is not None]
-        if len(present) != 1:
-            name = "messages" if given.messages is not None else "prompt"
-            raise InvalidRequest(f"{name} is missing", field=name)
-        return _Prompt(
-            prompt=None if given.prompt is None else self._text(given.prompt, "prompt"),
-            messages=None if given.messages is None else self._messages(given.messages),
-            prompt_ids=None if given.prompt_ids is None else self._ids(given.prompt_ids),
+    def _sources(self, given: GenerateInput) -> tuple[tuple[Prompt, ...], Chat | None]:
+        if given.messages is not None and given.prompt is None:
+            return (), self._messages.chat(given.messages, given.tools, given.tool_choice)
+        if given.prompt is None or given.messages is not None:
+            raise InvalidRequest("prompt is missing, or stands beside messages", field="prompt")
+        for name in ("tools", "tool_choice"):
+            if getattr(given, name) not in (None, [], "none", "auto"):
+                raise InvalidRequest(f"{name} is for a chat, not for a prompt", field=name)
+        return self._prompts.prompts(given.prompt), None
+
+    def _num_choices(self, given: GenerateInput, *, num_prompts: int) -> int:
+        num_choices = values.integer(given.n, "n", low=1, high=self._limits.max_n)
+        if num_choices is None:
+            num_choices = 1
+        if num_choices * num_prompts > self._limits.max_choices:
+            raise InvalidRequest(
+                f"n times the number of prompts is {self._limits.max_choices} at most", field="n"
+            )
+        best_of = given.extras.get("best_of")
+        if best_of is not None and (isinstance(best_of, bool) or best_of != num_choices):
+            raise InvalidRequest("best_of is not supported", field="best_of")
+        return num_choices
+
+    def _params(self, given: GenerateInput, *, is_chat: bool, is_echoed: bool) -> SamplingParams:
+        top_k = values.integer(given.top_k, "top_k", low=-1)
+        size, limits = self._model.vocab_size, self._limits
+        temperature = values.number(given.temperature, "temperature", low=0.0, high=2.0)
+        seed = values.integer(given.seed, "seed", low=values.INT64[0])
+        num_logprobs = self._num_logprobs(given, is_chat=is_chat)
+        return SamplingParams(
+            max_tokens=0,
+            temperature=1.0 if temperature is None else _no_tiny(temperature),
+            top_p=_top_p(given.top_p),
+            # At or above the vocabulary's size there is nothing to cut off.
+            top_k=0 if top_k is None or not 0 < top_k < size else top_k,
+            min_p=values.number(given.min_p, "min_p", low=0.0, high=1.0) or 0.0,
+            seed=0 if seed is None else seed % _SEEDS,
+            stop=self._stops(given.stop),
+            stop_token_ids=values.token_ids(
+                given.stop_token_ids,
+                "stop_token_ids",
+                vocab_size=size,
+                max_ids=limits.max_stop_token_ids,
+            ),
+            ignore_eos=values.boolean(given.ignore_eos, "ignore_eos"),
+            min_tokens=values.integer(given.min_tokens, "min_tokens", low=0) or 0,
+            presence_penalty=_penalty(given.presence_penalty, "presence_penalty"),
+            frequency_penalty=_penalty(given.frequency_penalty, "frequency_penalty"),
+            repetition_penalty=_repetition_penalty(given.repetition_penalty),
+            logit_bias=values.logit_bias(
+                given.logit_bias, vocab_size=size, max_entries=limits.max_logit_bias
+            ),
+            num_logprobs=num_logprobs,
+            prompt_logprobs=is_echoed and num_logprobs is not None,
         )
 
-    def _text(self, value: object, field: str) -> str:
-        text = _string(value, field)
-        if len(text) > self.max_prompt_chars:
+    def _num_logprobs(self, given: GenerateInput, *, is_chat: bool) -> int | None:
+        top = values.integer(
+            given.top_logprobs, "top_logprobs", low=0, high=self._limits.max_logprobs
+        )
+        if is_chat:
+            if values.boolean(given.logprobs, "logprobs"):
+                return top or 0
+            if top is not None:
+                raise InvalidRequest("top_logprobs needs logprobs", field="top_logprobs")
+            return None
+        if top is not None:
             raise InvalidRequest(
-                f"{field} is longer than {self._model.max_model_len} tokens, the context, can be",
-                field=field,
+                "top_logprobs is for a chat; a prompt takes logprobs", field="top_logprobs"
             )
-        return _encodable(text, field)
-
-    def _ids(self, value: object) -> tuple[int, ...]:
-        if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-            raise InvalidRequest("prompt must be a string or a list of token ids", field="prompt")
-        if not value:
-            raise InvalidRequest("prompt is empty", field="prompt")
-        if len(value) >= self._model.max_model_len:
-            raise InvalidRequest(
-                f"prompt has {len(value)} tokens; with one to generate, the context holds "
-                f"{self._model.max_model_len}",
-                field="prompt",
-            )
-        size = self._model.vocab_size
-        if not all(type(item) is int and 0 <= item < size for item in value):
-            raise InvalidRequest(f"token ids are integers from 0 to {size - 1}", field="prompt")
-        return tuple(value)
-
-    def _messages(self, value: object) -> tuple[ChatMessage, ...]:
-        if not isinstance(value, list):
-            raise InvalidRequest("messages must be a list", field="messages")
-        if not 0 < len(value) <= self._limits.max_messages:
-            raise InvalidRequest(
-                f"messages must hold 1 to {self._limits.max_messages} turns", field="messages"
-            )
-        turns = tuple(self._message(item, f"messages[{i}]") for i, item in enumerate(value))
-        if sum(len(turn.content) for turn in turns) > self.max_prompt_chars:
-            raise InvalidRequest(
-                f"messages are longer than {self._model.max_model_len} tokens, the context, can be",
-                field="messages",
-            )
-        return turns
-
-    def _message(self, value: object, field: str) -> ChatMessage:
-        if not isinstance(value, Mapping):
-            raise InvalidRequest(f"{field} must be an object", field=field)
-        role = value.get("role")
-        if role not in _ROLES:
-            raise InvalidRequest(
-                f"{field}.role must be one of {', '.join(_ROLES)}", field=f"{field}.role"
-            )
-        for name in ("tool_calls", "function_call", "audio"):
-            if value.get(name):
-                raise InvalidRequest(f"{field}.{name} is not supported", field=f"{field}.{name}")
-        content = self._text(value.get("content"), f"{field}.content")
-        return ChatMessage(role=role, content=content)
+        if given.logprobs is False:  # what a client sends that knows chats only
+            return None
+        high = min(MAX_PROMPT_LOGPROBS, self._limits.max_logprobs)
+        return values.integer(given.logprobs, "logprobs", low=0, high=high)
 
     def _stops(self, value: object) -> tuple[str, ...]:
         if value is None:
@@ -211,11 +245,11 @@ class Validator:
             if not isinstance(stop, str) or not 0 < len(stop) <= limits.max_stop_chars:
                 reason = f"a stop string has 1 to {limits.max_stop_chars} characters"
                 raise InvalidRequest(reason, field="stop")
-            _encodable(stop, "stop")
+            values.encodable(stop, "stop")
         return tuple(stops)
 
     def _timeout(self, value: object, call_remaining_s: float | None) -> float:
-        timeout_s = _float(value, "timeout_s", low=0.0, high=self._limits.max_deadline_s)
+        timeout_s = values.number(value, "timeout_s", low=0.0, high=self._limits.max_deadline_s)
         if timeout_s == 0:
             raise InvalidRequest("timeout_s must be above 0", field="timeout_s")
         if timeout_s is None:
@@ -223,76 +257,49 @@ class Validator:
         return timeout_s if call_remaining_s is None else min(timeout_s, call_remaining_s)
 
 
-def _refuse_unserved(extras: Mapping[str, object]) -> None:
-    for name in extras.keys() & _NEUTRAL.keys():
-        value = extras[name]
-        if value is None or any(_is_same(value, neutral) for neutral in _NEUTRAL[name]):
-            continue
-        raise InvalidRequest(f"{name} is not supported with this value", field=name)
+def _max_tokens(given: GenerateInput, *, is_echoed: bool) -> tuple[int | None, str]:
+    """Return the limit and the client's name for it; two that differ are a mistake."""
+    low = 0 if is_echoed else 1
+    limits = {
+        name: values.integer(getattr(given, name), name, low=low)
+        for name in ("max_tokens", "max_completion_tokens")
+    }
+    old, new = limits["max_tokens"], limits["max_completion_tokens"]
+    if new is None:
+        return old, "max_tokens"
+    if old is not None and old != new:
+        name = "max_completion_tokens"
+        raise InvalidRequest(f"max_tokens and {name} differ", field=name)
+    return new, "max_completion_tokens"
 
 
-def _is_same(value: object, neutral: object) -> bool:
-    # 0 == False in Python, but "logprobs": 0 asks for something and false does not.
-    return isinstance(value, bool) == isinstance(neutral, bool) and value == neutral
-
-
-def _string(value: object, field: str) -> str:
-    if not isinstance(value, str):
-        raise InvalidRequest(f"{field} must be a string", field=field)
-    return value
-
-
-def _encodable(text: str, field: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequest(f"{field} holds half a character", field=field) from error
-    return text
-
-
-def _bool(value: object, field: str) -> bool:
-    if value is None:
-        return False
-    if not isinstance(value, bool):
-        raise InvalidRequest(f"{field} must be true or false", field=field)
-    return value
-
-
-def _int(value: object, field: str, *, low: int) -> int | None:
-    if value is None:
-        return None
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise InvalidRequest(f"{field} must be an integer", field=field)
-    if not low <= value < 1 << 63:
-        raise InvalidRequest(f"{field} must be at least {low}", field=field)
-    return value
-
-
-def _float(value: object, field: str, *, low: float, high: float) -> float | None:
-    if value is None:
-        return None
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise InvalidRequest(f"{field} must be a number", field=field)
-    # Written so that NaN, which is false in every comparison, fails too.
-    if not low <= value <= high:
-        raise InvalidRequest(f"{field} must be from {low:g} to {high:g}", field=field)
-    return float(value)
+def _check_priority(value: object) -> None:
+    if value is None or (not isinstance(value, bool) and value in _DEFAULT_PRIORITIES):
+        return
+    if not isinstance(value, int | str) or isinstance(value, bool):
+        raise InvalidRequest("priority must be an integer or the name of a tier", field="priority")
+    raise InvalidRequest(
+        "priority: this cluster serves first come, first served; only 0 and default are served",
+        field="priority",
+    )
 
 
 def _top_p(value: object) -> float:
-    top_p = _float(value, "top_p", low=0.0, high=1.0)
+    top_p = values.number(value, "top_p", low=0.0, high=1.0)
     if top_p == 0:
         raise InvalidRequest("top_p must be above 0", field="top_p")
     return 1.0 if top_p is None else top_p
 
 
+def _penalty(value: object, field: str) -> float:
+    return values.number(value, field, low=-2.0, high=2.0) or 0.0
+
+
+def _repetition_penalty(value: object) -> float:
+    # Logits are divided by it: near 0 they would overflow.
+    penalty = values.number(value, "repetition_penalty", low=0.1, high=2.0)
+    return 1.0 if penalty is None else penalty
+
+
 def _no_tiny(temperature: float) -> float:
     return 0.0 if math.fabs(temperature) < _GREEDY_BELOW else temperature
-
-
-def _seed(value: object) -> int | None:
-    if value is None:
-        return None
-    if not isinstance(value, int) or isinstance(value, bool) or value not in _INT64:
-        raise InvalidRequest("seed must be a 64-bit integer", field="seed")
-    return value

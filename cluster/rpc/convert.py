@@ -17,6 +17,7 @@ from cluster.request import (
     LegKey,
     LegKind,
     Peer,
+    PromptLogprobs,
     Redirect,
     SamplingParams,
     Token,
@@ -94,6 +95,7 @@ def leg_to_wire(leg: Leg) -> wire.Leg:
         grant_id=leg.grant_id,
         handoff_id=leg.handoff_id,
         peer=peer_to_wire(leg.peer) if leg.peer is not None else None,
+        tenant=leg.tenant,
     )
 
 
@@ -112,6 +114,7 @@ def leg_from_wire(message: wire.Leg) -> Leg:
         grant_id=message.grant_id,
         handoff_id=message.handoff_id,
         peer=peer_from_wire(message.peer) if message.HasField("peer") else None,
+        tenant=message.tenant,
     )
 
 
@@ -176,6 +179,24 @@ def token_from_wire(message: wire.Token) -> Token:
         message.output_index,
         message.token_id,
         _logprobs_from_wire(message.logprobs) if message.HasField("logprobs") else None,
+    )
+
+
+def prompts_to_wire(run: PromptLogprobs) -> wire.PromptLogprobs:
+    """Return a run of a prompt's log-probabilities as a message."""
+    return wire.PromptLogprobs(
+        key=key_to_wire(run.key),
+        start=run.start,
+        entries=[_logprobs_to_wire(entry) for entry in run.entries],
+    )
+
+
+def prompts_from_wire(message: wire.PromptLogprobs) -> PromptLogprobs:
+    """Return the run that ``message`` carries."""
+    return PromptLogprobs(
+        key_from_wire(message.key),
+        message.start,
+        tuple(_logprobs_from_wire(entry) for entry in message.entries),
     )
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from cluster.errors import DeadlineExceeded, InvalidRequest
 from cluster.kv.layout import KVLayout
-from cluster.request import Leg, LegKind
+from cluster.request import Leg, LegKind, Peer, Redirect
+from cluster.rpc.param_rules import check_params
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,14 @@ class LegRules:
         if leg.kind is not LegKind.LOCAL:
             self._check_handoff(leg)
 
+    def check_redirect(self, redirect: Redirect) -> None:
+        """Raise InvalidRequest that names the field, unless this worker could follow it."""
+        if not 0 < len(redirect.handoff_id) <= self.max_id_chars:
+            raise InvalidRequest("a handoff id has 1 to 128 characters", field="handoff_id")
+        if len(redirect.grant_id) > self.max_id_chars:
+            raise InvalidRequest("an id is too long", field="grant_id")
+        self._check_peer(redirect.peer)
+
     def _check_tokens(self, leg: Leg) -> None:
         if not leg.prompt_ids:
             raise InvalidRequest("the prompt is empty", field="prompt_ids")
@@ -47,7 +56,7 @@ class LegRules:
         # The last token's KV is never computed; a prefill leg leaves after its first token.
         held = len(leg.prompt_ids) + len(leg.output_ids)
         if leg.kind is not LegKind.PREFILL:
-            held = num_tokens - 1
+            held = max(held, num_tokens - 1)
         if self.layout.num_blocks_for(held) > self.num_blocks:
             raise InvalidRequest(
                 f"{held} tokens are more than this worker's KV pool holds", field="max_tokens"
@@ -58,15 +67,11 @@ class LegRules:
             raise InvalidRequest("a token id is outside the vocabulary", field="output_ids")
 
     def _check_params(self, leg: Leg) -> None:
-        params = leg.params
-        if params.max_tokens < 1 or len(leg.output_ids) >= params.max_tokens:
+        num_left = leg.params.max_tokens - len(leg.output_ids)
+        # With max_tokens 0 the prompt is computed, for its log-probabilities, and no more.
+        if num_left < 0 or (num_left == 0 and (leg.output_ids or leg.kind is LegKind.DECODE)):
             raise InvalidRequest("nothing is left to generate", field="max_tokens")
-        if not (params.temperature >= 0 and math.isfinite(params.temperature)):
-            raise InvalidRequest("temperature is 0 or above", field="temperature")
-        if not 0 < params.top_p <= 1:
-            raise InvalidRequest("top_p is above 0 and at most 1", field="top_p")
-        if params.top_k < 0:
-            raise InvalidRequest("top_k is 0 or above", field="top_k")
+        check_params(leg.params, vocab_size=self.vocab_size)
 
     def _check_handoff(self, leg: Leg) -> None:
         is_over_at_first = len(leg.output_ids) + 1 >= leg.params.max_tokens
@@ -74,7 +79,10 @@ class LegRules:
         if needs_handoff and not leg.handoff_id:
             raise InvalidRequest("a leg of two workers needs a handoff", field="handoff_id")
         if leg.kind is LegKind.PREFILL and leg.handoff_id:
-            if leg.peer is None:
-                raise InvalidRequest("a handoff needs the decode worker's address", field="peer")
-            if leg.peer.worker_id == self.worker_id:
-                raise InvalidRequest("a worker hands nothing over to itself", field="peer")
+            self._check_peer(leg.peer)
+
+    def _check_peer(self, peer: Peer | None) -> None:
+        if peer is None or not peer.address:
+            raise InvalidRequest("a handoff needs the decode worker's address", field="peer")
+        if peer.worker_id == self.worker_id:
+            raise InvalidRequest("a worker hands nothing over to itself", field="peer")

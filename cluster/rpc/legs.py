@@ -8,17 +8,27 @@ each leg ends exactly once and that a step's news reach each router as one messa
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from cluster.engine import sequence as engine_sequence
 from cluster.errors import Cancelled, DeadlineExceeded, HandoffFailed, PdserveError
 from cluster.handoff import AbortCause
 from cluster.lifetime import LegTimes
-from cluster.request import FinishReason, Leg, LegEnd, LegKey, LegKind, Token
+from cluster.request import (
+    ExportWaiting,
+    FinishReason,
+    Leg,
+    LegEnd,
+    LegKey,
+    LegKind,
+    PromptLogprobs,
+    Redirect,
+    Token,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
     from cluster.engine.plan import SequenceEnd
 
@@ -26,7 +36,13 @@ if TYPE_CHECKING:
 class LegSink(Protocol):
     """Where the tokens and ends of one attached router go; used on the event loop only."""
 
-    def emit(self, tokens: Sequence[Token], ends: Sequence[LegEnd]) -> None:
+    def emit(
+        self,
+        tokens: Sequence[Token],
+        ends: Sequence[LegEnd],
+        waiting: Sequence[ExportWaiting] = (),
+        prompts: Sequence[PromptLogprobs] = (),
+    ) -> None:
         """Queue one message for the router; never blocks, never raises."""
         ...
 
@@ -40,6 +56,13 @@ class LegHandler(Protocol):
 
     def abort_leg(self, key: LegKey, cause: AbortCause) -> None:
         """Give a leg up; unknown keys are those that crossed with their end."""
+        ...
+
+    def redirect_leg(self, redirect: Redirect) -> None:
+        """Pass a waiting export on to another decode worker; unknown keys crossed with their end.
+
+        One that cannot be followed is answered by another ``ExportWaiting``, or by the leg's end.
+        """
         ...
 
     def router_lost(self, sink: LegSink) -> None:
@@ -86,6 +109,7 @@ def times_of(end: SequenceEnd) -> LegTimes:
         compute_s=end.compute_s,
         num_steps=end.num_steps,
         num_computed_tokens=end.num_computed_tokens,
+        num_cached_tokens=end.num_cached_tokens,
         num_preemptions=end.num_preemptions,
     )
 
@@ -123,6 +147,7 @@ class OpenLeg:
             deadline=self.deadline,
             arrived=now,
             output_ids=list(leg.output_ids),
+            tenant=leg.tenant,
             eos_ids=frozenset() if leg.params.ignore_eos else eos_ids,
         )
 
@@ -134,7 +159,7 @@ class LegBook:
         """``on_change`` is told whenever a leg opened or ended; it may only wake somebody."""
         self._on_change = on_change or (lambda: None)
         self._open: dict[LegKey, OpenLeg] = {}
-        self._news: dict[LegSink, tuple[list[Token], list[LegEnd]]] = {}
+        self._news: dict[LegSink, _News] = {}
         self.counts: Counter[str] = Counter()
         """``received`` and, by outcome, ended legs; their sums agree when none is open."""
 
@@ -174,7 +199,19 @@ class LegBook:
     def token(self, opened: OpenLeg, token: Token) -> None:
         """Add a token to the next message; one of a leg that was given up is not sent."""
         if opened.aborted is None:
-            self._news.setdefault(opened.sink, ([], []))[0].append(token)
+            self._news_for(opened).tokens.append(token)
+
+    def prompts(self, runs: Iterable[PromptLogprobs], mine: Container[LegKey]) -> None:
+        """Add log-probabilities of prompts, of the legs in ``mine``, to the next message."""
+        for run in runs:
+            opened = self._open.get(run.key)
+            if opened is not None and run.key in mine and opened.aborted is None:
+                self._news_for(opened).prompts.append(run)
+
+    def waiting(self, opened: OpenLeg, waiting: ExportWaiting) -> None:
+        """Add to the next message that the leg's export waits for a redirect."""
+        if opened.aborted is None:
+            self._news_for(opened).waiting.append(waiting)
 
     def end(
         self,
@@ -190,14 +227,27 @@ class LegBook:
         end = LegEnd(
             key=opened.key, finish_reason=finish_reason, error=error, times=times or LegTimes()
         )
-        self._news.setdefault(opened.sink, ([], []))[1].append(end)
+        self._news_for(opened).ends.append(end)
         self._on_change()
 
     def flush(self) -> None:
         """Send what was added, one message for each router."""
         news, self._news = self._news, {}
-        for sink, (tokens, ends) in news.items():
-            sink.emit(tokens, ends)
+        for sink, told in news.items():
+            sink.emit(told.tokens, told.ends, told.waiting, told.prompts)
+
+    def _news_for(self, opened: OpenLeg) -> _News:
+        return self._news.setdefault(opened.sink, _News())
+
+
+@dataclass(slots=True)
+class _News:
+    """What waits for one router."""
+
+    tokens: list[Token] = field(default_factory=list)
+    ends: list[LegEnd] = field(default_factory=list)
+    waiting: list[ExportWaiting] = field(default_factory=list)
+    prompts: list[PromptLogprobs] = field(default_factory=list)
 
 
 def _outcome(

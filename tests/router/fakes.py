@@ -27,12 +27,26 @@ from cluster.control.facts import (
 from cluster.errors import PdserveError, WorkerLost
 from cluster.handoff import AbortCause
 from cluster.lifetime import LegTimes
-from cluster.request import FinishReason, Leg, LegEnd, LegKey, LegKind, Peer, Token
+from cluster.request import (
+    Beat,
+    ExportWaiting,
+    FinishReason,
+    Leg,
+    LegEnd,
+    LegKey,
+    LegKind,
+    Peer,
+    PromptLogprobs,
+    Redirect,
+    SamplingParams,
+    Token,
+    TokenLogprobs,
+)
 from router.dispatch import Dispatcher
 from router.legs import Workers
 from router.metrics import RouterMetrics
 from router.served import ServedModel
-from router.service import Service
+from router.service import Door, Service
 from router.text import TextCodec
 
 EOS_ID = 256
@@ -147,6 +161,7 @@ class FakeRoute:
         self.pairs: list[tuple[str | None, str | None]] = []
         self.default_pair: tuple[str | None, str | None] | None = ("p0", "d0")
         self.error: PdserveError | None = None
+        self.export_error: PdserveError | None = None
         self.wants: list[Want] = []
         self.withdrawn: list[Want] = []
         self.dones: list[tuple[str, int]] = []
@@ -169,6 +184,8 @@ class FakeRoute:
         self.wanted.set()
         if self.error is not None:
             raise self.error
+        if want.export is not None and self.export_error is not None:
+            raise self.export_error
         pair = self.pairs.pop(0) if self.pairs else self.default_pair
         if pair is None:
             self.answer = asyncio.get_running_loop().create_future()
@@ -212,13 +229,17 @@ class FakeWorker:
     script: Callable[[FakeWorker, Leg], None] | None = None
     legs: list[Leg] = field(default_factory=list)
     aborts: list[tuple[LegKey, AbortCause]] = field(default_factory=list)
+    redirects: list[Redirect] = field(default_factory=list)
     is_refusing: bool = False
+    is_mute: bool = False
     is_closed: bool = False
     started: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def start_leg(self, leg: Leg) -> None:
         if self.is_refusing:
             raise WorkerLost("the worker is gone", worker_id=self.peer.worker_id)
+        if not self.is_mute:
+            self.events.on_beat(Beat())
         self.legs.append(leg)
         self.started.set()
         if self.script is not None:
@@ -226,6 +247,9 @@ class FakeWorker:
 
     async def abort_leg(self, key: LegKey, cause: AbortCause) -> None:
         self.aborts.append((key, cause))
+
+    async def redirect_leg(self, redirect: Redirect) -> None:
+        self.redirects.append(redirect)
 
     async def close(self) -> None:
         self.is_closed = True
@@ -238,13 +262,41 @@ class FakeWorker:
         error: PdserveError | None = None,
         ends: bool = False,
         times: LegTimes | None = None,
+        logprob: float | None = None,
+        key: LegKey | None = None,
+        score: Callable[[int], TokenLogprobs | None] | None = None,
     ) -> None:
-        """Emit ids from an output index on, and the end where there is one."""
-        key = self.legs[-1].key
-        tokens = [Token(key, start + offset, token_id) for offset, token_id in enumerate(ids)]
+        """Emit ids of a leg from an output index on, and the end where there is one."""
+        key = key or self.legs[-1].key
+        if score is None:
+            scores = None if logprob is None else TokenLogprobs(logprob)
+            score = lambda token_id: scores  # noqa: E731
+        tokens = [
+            Token(key, start + at, token_id, score(token_id)) for at, token_id in enumerate(ids)
+        ]
         end = LegEnd(key=key, finish_reason=finish, error=error, times=times or LegTimes())
         is_end = ends or finish is not None or error is not None
         self.events.on_tokens(tokens, [end] if is_end else [])
+
+    def score_prompt(self, leg: Leg) -> None:
+        """Tell the prompt's logprobs, in two runs, as an engine with chunks does."""
+        scores = [score_of(token_id, leg.params) for token_id in leg.prompt_ids[1:]]
+        middle = len(scores) // 2
+        runs = [
+            PromptLogprobs(leg.key, 1 + at, tuple(run))
+            for at, run in ((0, scores[:middle]), (middle, scores[middle:]))
+            if run
+        ]
+        self.events.on_tokens((), (), prompts=runs)
+
+    def export_waits(self, error: PdserveError, *, handoff_id: str | None = None) -> None:
+        """Say that the export of the newest leg waits, of its newest handoff."""
+        leg = self.legs[-1]
+        known = self.redirects[-1].handoff_id if self.redirects else leg.handoff_id
+        notice = ExportWaiting(
+            key=leg.key, handoff_id=handoff_id or known, error=error, lease_s=10.0
+        )
+        self.events.on_tokens((), (), [notice])
 
     def die(self) -> None:
         self.events.on_worker_lost(self.peer, "killed")
@@ -258,10 +310,12 @@ class FakeCluster:
         self.connections: list[FakeWorker] = []
         self.script: Callable[[FakeWorker, Leg], None] | None = None
         self.refusing: set[str] = set()
+        self.muted: set[str] = set()
 
     def connect(self, peer: Peer, events: object) -> FakeWorker:
         worker = FakeWorker(peer, events, self.script)
         worker.is_refusing = peer.incarnation in self.refusing
+        worker.is_mute = peer.incarnation in self.muted
         self.connections.append(worker)
         return worker
 
@@ -283,12 +337,15 @@ def make_router(
     model: ServedModel = MODEL,
     pools: tuple[PoolConfig, ...] = POOLS,
     max_open_calls: int = 100,
+    resumes: bool = True,
+    door: Door | None = None,
 ) -> Service:
     dispatcher = Dispatcher(
         route=lambda events: cluster.route,
         workers=Workers(cluster.connect),
         clock=SystemClock(),
         metrics=RouterMetrics("r0"),
+        resumes=resumes,
     )
     return Service(
         model=model,
@@ -297,6 +354,7 @@ def make_router(
         dispatcher=dispatcher,
         capacity=Capacity.of(pools, max_model_len=model.max_model_len),
         max_open_calls=max_open_calls,
+        door=door,
     )
 
 
@@ -305,22 +363,37 @@ def speaks(
 ) -> Callable[[FakeWorker, Leg], None]:
     """Return a script that plays both halves well: the whole choice is ``ids``.
 
-    It is cut at ``max_tokens``, as an engine does it.
+    It is cut at ``max_tokens``, as an engine does it, and has the logprobs that are asked for.
     """
 
     def script(worker: FakeWorker, leg: Leg) -> None:
         made = list(ids)[: leg.params.max_tokens]
         reason = finish if len(made) == len(ids) else FinishReason.LENGTH
+
+        def say(*ids: int, **ends: object) -> None:
+            worker.say(*ids, key=leg.key, score=lambda i: score_of(i, leg.params), **ends)
+
+        if leg.kind is not LegKind.DECODE and leg.params.prompt_logprobs:
+            worker.score_prompt(leg)
         if leg.kind is LegKind.PREFILL:
-            is_over = len(made) == 1
+            is_over = len(made) <= 1
             times = LegTimes(compute_s=0.5, transfer_bytes=64, num_computed_tokens=9)
-            worker.say(made[0], finish=reason if is_over else None, ends=True, times=times)
+            say(*made[:1], finish=reason if is_over else None, ends=True, times=times)
         elif leg.kind is LegKind.LOCAL or len(made) > 1:
-            worker.say(*made, finish=reason, times=LegTimes(compute_s=0.25, num_steps=len(made)))
+            say(*made, finish=reason, times=LegTimes(compute_s=0.25, num_steps=len(made)))
         else:
-            worker.say(ends=True)
+            say(ends=True)
 
     return script
+
+
+def score_of(token_id: int, params: SamplingParams) -> TokenLogprobs | None:
+    """What every fake model thinks of a token: it is second best, after its neighbour."""
+    if params.num_logprobs is None:
+        return None
+    ranked = [((token_id + step) % VOCAB_SIZE, -0.5 * (step % 7 + 1)) for step in (7, 1, 2, 3, 4)]
+    best = [(ranked[0][0], -0.5), (token_id, -1.0), *((i, lp - 1) for i, lp in ranked[1:])]
+    return TokenLogprobs(-1.0, tuple(best[: params.num_logprobs]))
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -151,17 +151,18 @@ async def test_stream_and_whole_answer_agree(http, cluster, max_tokens, path):
 async def test_timeline_comes_when_asked(http, cluster, include_usage):
     cluster.script = speaks([A, B])
     plain = (await http.post("/v1/completions", json={"prompt": "hi"})).json()
-    assert "timeline" not in plain
+    assert "pdserve" not in plain
     body = {"prompt": "hi", "timeline": True}
     whole = (await http.post("/v1/completions", json=body)).json()
-    assert whole["timeline"]["prefill_worker"] == "p0"
-    assert whole["timeline"]["prefill"]["transfer_bytes"] == 64
+    assert set(whole["pdserve"]) == {"timeline"}
+    assert whole["pdserve"]["timeline"]["prefill_worker"] == "p0"
+    assert whole["pdserve"]["timeline"]["prefill"]["transfer_bytes"] == 64
     body |= {"stream": True, "stream_options": {"include_usage": include_usage}}
     async with http.stream("POST", "/v1/completions", json=body) as response:
-        *others, last, done = [data for _, data in await events_of(response)]
+        *chunks, done = [data for _, data in await events_of(response)]
     assert done == "[DONE]"
-    assert last["timeline"]["decode_worker"] == "d0"
-    assert not any("timeline" in event for event in others)
+    assert chunks[-1]["pdserve"]["timeline"]["decode_worker"] == "d0"
+    assert not any("pdserve" in chunk for chunk in chunks[:-1])
 
 
 async def test_request_id_is_ours_and_in_every_answer(http, cluster):
@@ -389,7 +390,6 @@ async def test_ready_says_which_role_is_missing(http, cluster):
     assert (response.status_code, response.json()["status"]) == (200, "ready")
     for view, missing in [
         (make_view(make_worker("p0", fakes.Role.PREFILL)), ["decode"]),
-        (make_view(make_worker("d0", fakes.Role.DECODE)), ["prefill"]),
         (make_view(workers=()), ["prefill", "decode"]),
         (None, ["control plane"]),
     ]:
@@ -398,6 +398,9 @@ async def test_ready_says_which_role_is_missing(http, cluster):
         assert (response.status_code, response.json()["missing"]) == (503, missing)
         refused = await http.post("/v1/completions", json={"prompt": "hi"})
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    cluster.route.view = make_view(make_worker("d0", fakes.Role.DECODE))
+    response = await http.get("/health/ready")
+    assert (response.status_code, response.json()["missing"]) == (200, ["prefill"]), "it prefills"
     cluster.route.view = make_view(make_worker("m0", fakes.Role.MIXED))
     assert (await http.get("/health/ready")).status_code == 200
     assert (await http.get("/health/live")).json()["status"] == "live"
@@ -408,7 +411,9 @@ async def test_metrics_show_the_router_and_the_cluster(http, cluster):
     cluster.script = speaks([A, B], FinishReason.STOP)
     counters = {"prefill_tokens_total": 5.0, "pdserve_generated_tokens": 2.0}
     decode = make_worker("d0", fakes.Role.DECODE, num_running=2, counters=counters)
-    cluster.route.view = make_view(make_worker("p0", fakes.Role.PREFILL), decode)
+    control = {"grants_local_fallback": 4.0}
+    prefill = make_worker("p0", fakes.Role.PREFILL)
+    cluster.route.view = make_view(prefill, decode, counters=control)
     await http.post("/v1/completions", json={"prompt": "hi"})
     text = (await http.get("/metrics")).text
     for line in (
@@ -424,5 +429,7 @@ async def test_metrics_show_the_router_and_the_cluster(http, cluster):
         'pdserve_worker_prefill_tokens_total{pool="decode",role="decode",worker="d0"} 5.0',
         'pdserve_worker_generated_tokens_total{pool="decode",role="decode",worker="d0"} 2.0',
         'pdserve_link_bytes_total{decode="d0",prefill="p0"} 300.0',
+        "pdserve_control_grants_local_fallback_total 4.0",
+        "pdserve_workers_refused 0.0",
     ):
         assert line in text, line

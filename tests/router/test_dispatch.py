@@ -9,51 +9,15 @@ import pytest
 from cluster.errors import (
     Cancelled,
     DeadlineExceeded,
-    EngineFault,
-    HandoffFailed,
-    NoWorker,
-    PdserveError,
-    WorkerLost,
 )
 from cluster.handoff import AbortCause
 from cluster.lifetime import LegTimes
 from cluster.request import FinishReason, LegKind
-from router.events import Finish
-from router.given import GenerateInput
 from tests.router import fakes
-from tests.router.fakes import FakeCluster, assert_conserved, make_router, metric, speaks, until
+from tests.router.fakes import FakeCluster, make_router, metric, speaks, until
+from tests.router.reading import finished, read, start
 
 A, B, C, D = b"abcd"
-
-
-async def start(cluster, service, **given):
-    generation = await service.generate(GenerateInput(prompt="hello", **given))
-    return generation
-
-
-async def read(generation):
-    """Return the text, the ids and the end of a generation."""
-    text, ids = "", []
-    while True:
-        try:
-            event = await generation.next()
-        except PdserveError as error:
-            return text, ids, error
-        text += event.text
-        if isinstance(event, Finish):
-            return text, ids, event
-        ids += event.token_ids
-
-
-def assert_given_back(cluster):
-    """Each grant is done exactly once."""
-    assert sorted(grant_id for grant_id, _ in cluster.route.dones) == sorted(cluster.route.grants)
-
-
-async def finished(service, cluster):
-    await until(lambda: metric(service, "pdserve_requests_in_flight") == 0)
-    assert_conserved(service)
-    assert_given_back(cluster)
 
 
 async def test_first_token_goes_out_before_the_transfer_and_its_repeat_is_dropped():
@@ -334,236 +298,6 @@ async def test_the_deadline_ends_it_wherever_it_is(has_grant):
     await finished(service, cluster)
 
 
-# ---- faults
-
-
-async def test_a_worker_lost_before_the_first_token_is_survived_elsewhere():
-    cluster = FakeCluster()
-    cluster.route.pairs = [("p0", "d0"), ("p1", "d0")]
-    service = make_router(cluster)
-    generation = await start(cluster, service, max_tokens=2)
-    prefill, decode = await cluster.started("p0", "d0")
-    prefill.die()
-    (second,) = await cluster.started("p1")
-    await until(lambda: len(decode.legs) == 2)
-
-    # The decode leg of the first attempt is told, and the dead one is avoided.
-    assert decode.aborts == [(decode.legs[0].key, AbortCause.FAULT)]
-    assert cluster.route.wants[1].avoid == ("p0.1",)
-    assert [leg.key.attempt for leg in decode.legs] == [0, 1]
-
-    # Words of the old attempt count for nothing.
-    second.say(A, ends=True)
-    decode.say(A, B, finish=FinishReason.LENGTH)
-    text, _, finish = await read(generation)
-    assert (text, finish.timeline.num_attempts) == ("ab", 2)
-    assert cluster.route.dones == [("g0", 0), ("g1", 2)]
-    await finished(service, cluster)
-
-
-@pytest.mark.parametrize(("named", "avoided"), [("d0", "d0.1"), ("p0", "p0.1"), ("x9", "p0.1")])
-async def test_a_prefill_leg_that_tells_of_its_peers_loss_makes_the_peer_avoided(named, avoided):
-    """The prefill worker lives, but can't reach its decode worker."""
-    cluster = FakeCluster()
-    cluster.route.pairs = [("p0", "d0"), ("p0.2", "d0.2")]
-    service = make_router(cluster)
-    generation = await start(cluster, service, max_tokens=1)
-    prefill, _ = await cluster.started("p0", "d0")
-    prefill.say(error=WorkerLost("cannot be reached", worker_id=named))
-    await until(lambda: len(cluster.route.wants) == 2)
-    assert cluster.route.wants[1].avoid == (avoided,)
-    generation.cancel()
-    await finished(service, cluster)
-
-
-async def test_tokens_of_an_old_attempt_are_dropped():
-    cluster = FakeCluster()
-    service = make_router(cluster)
-    generation = await start(cluster, service, max_tokens=1)
-    prefill, decode = await cluster.started("p0", "d0")
-    old = prefill.legs[0]
-    decode.say(error=HandoffFailed("refused"))
-    await until(lambda: len(prefill.legs) == 2)
-    new = prefill.legs.pop()
-    prefill.say(D)  # the old leg speaks, late
-    prefill.legs.append(new)
-    assert old.key.attempt == 0
-    prefill.say(A, finish=FinishReason.LENGTH)
-    text, ids, _ = await read(generation)
-    assert (text, ids) == ("a", [A])
-    await finished(service, cluster)
-
-
-async def test_a_worker_that_cannot_be_reached_is_lost():
-    cluster = FakeCluster()
-    cluster.refusing = {"p0.1"}
-    cluster.route.pairs = [("p0", "d0"), ("p0.2", "d0")]
-    cluster.script = speaks([A], FinishReason.STOP)
-    service = make_router(cluster)
-    text, _, finish = await read(await start(cluster, service, max_tokens=1))
-    assert (text, finish.timeline.num_attempts) == ("a", 2)
-    await finished(service, cluster)
-
-
-async def test_a_worker_declared_dead_is_lost_though_its_stream_is_open():
-    cluster = FakeCluster()
-    cluster.route.pairs = [("p0", "d0")]
-    service = make_router(cluster)
-    generation = await start(cluster, service)
-    prefill, _ = await cluster.started("p0", "d0")
-    cluster.route.default_pair = None
-    service.dispatcher.on_worker_dead("p0", "p0.1")
-    service.dispatcher.on_worker_dead("p0", "p0.1")
-    await until(lambda: len(cluster.route.wants) == 2)
-    await until(lambda: prefill.is_closed)
-    generation.cancel()
-    await finished(service, cluster)
-
-
-async def test_a_request_that_lost_two_workers_is_ended():
-    cluster = FakeCluster()
-    cluster.refusing = {"p0.1", "p1.1", "p2.1"}
-    cluster.route.pairs = [("p0", "d0"), ("p1", "d0"), ("p2", "d0")]
-    service = make_router(cluster)
-    _, _, error = await read(await start(cluster, service))
-    assert isinstance(error, WorkerLost)
-    assert len(cluster.route.wants) == 2
-    await finished(service, cluster)
-
-
-async def test_three_attempts_are_all():
-    cluster = FakeCluster()
-    cluster.script = lambda worker, leg: worker.say(error=HandoffFailed("no"))
-    service = make_router(cluster)
-    _, _, error = await read(await start(cluster, service))
-    assert isinstance(error, HandoffFailed)
-    assert len(cluster.route.wants) == 3
-    await finished(service, cluster)
-
-
-async def test_no_worker_for_the_second_attempt_is_the_last_word():
-    cluster = FakeCluster()
-    service = make_router(cluster)
-    generation = await start(cluster, service)
-    prefill, _ = await cluster.started("p0", "d0")
-    cluster.route.error = NoWorker("none", retry_after_s=3)
-    prefill.die()
-    _, _, error = await read(generation)
-    assert isinstance(error, NoWorker)
-    assert error.retry_after_s == 3
-    await finished(service, cluster)
-
-
-@pytest.mark.parametrize("loser", ["p0", "d0"])
-async def test_a_loss_after_the_first_token_is_an_error(loser, monkeypatch):
-    monkeypatch.setattr("router.dispatch.COMMIT_GRACE_S", 0.02)
-    cluster = FakeCluster()
-    service = make_router(cluster)
-    generation = await start(cluster, service)
-    prefill, _ = await cluster.started("p0", "d0")
-    prefill.say(A)
-    assert (await generation.next()).text == "a"
-    cluster.worker(loser).die()
-    _, _, error = await read(generation)
-    assert isinstance(error, WorkerLost)
-    assert len(cluster.route.wants) == 1
-    assert metric(service, 'pdserve_requests_failed_total{code="worker_lost"}') == 1
-    await finished(service, cluster)
-
-
-@pytest.mark.parametrize("is_late", [False, True])
-async def test_a_prefill_leg_that_fails_after_the_commit_is_no_failure(is_late):
-    """The decode worker's COMMIT decides, whichever of the two is heard first."""
-    cluster = FakeCluster()
-    service = make_router(cluster)
-    generation = await start(cluster, service, max_tokens=3)
-    prefill, decode = await cluster.started("p0", "d0")
-    prefill.say(A)
-    if is_late:
-        prefill.say(error=HandoffFailed("the link broke"))
-        await generation.next()
-        decode.say(A, B)
-    else:
-        decode.say(A, B)
-        prefill.die()
-    decode.say(C, start=2, finish=FinishReason.LENGTH)
-    _, ids, finish = await read(generation)
-    assert ids[-2:] == [B, C]
-    assert finish.num_output_tokens == 3
-    await finished(service, cluster)
-
-
-async def test_a_refused_handoff_after_the_first_token_is_an_error():
-    cluster = FakeCluster()
-    service = make_router(cluster)
-    generation = await start(cluster, service)
-    prefill, decode = await cluster.started("p0", "d0")
-    prefill.say(A)
-    prefill.say(error=HandoffFailed("refused"))
-    decode.say(error=HandoffFailed("refused"))
-    text, _, error = await read(generation)
-    assert (text, type(error)) == ("a", HandoffFailed)
-    await finished(service, cluster)
-
-
-@pytest.mark.parametrize(
-    "speak",
-    [
-        lambda prefill, decode: (prefill.say(ends=True), decode.say(ends=True)),
-        lambda prefill, decode: (prefill.say(A), decode.say(B, start=2),
-                                 decode.say(finish=FinishReason.STOP)),
-        lambda prefill, decode: decode.say(finish=FinishReason.STOP),
-        lambda prefill, decode: prefill.say(error=EngineFault("a step failed")),
-    ],
-    ids=["no finish", "a gap", "no token", "engine fault"],
-)  # fmt: skip
-async def test_our_own_faults_are_errors_and_never_a_short_answer(speak):
-    cluster = FakeCluster()
-    service = make_router(cluster)
-    generation = await start(cluster, service)
-    speak(*await cluster.started("p0", "d0"))
-    _, _, error = await read(generation)
-    assert isinstance(error, EngineFault)
-    await finished(service, cluster)
-
-
-async def test_another_first_token_from_the_decode_worker_is_a_failed_handoff():
-    cluster = FakeCluster()
-    service = make_router(cluster)
-    generation = await start(cluster, service)
-    prefill, decode = await cluster.started("p0", "d0")
-    prefill.say(A)
-    await generation.next()
-    decode.say(B)
-    _, _, error = await read(generation)
-    assert isinstance(error, HandoffFailed)
-    await finished(service, cluster)
-
-
-async def test_tokens_beyond_the_limit_are_dropped():
-    cluster = FakeCluster()
-    service = make_router(cluster)
-    generation = await start(cluster, service, max_tokens=2)
-    prefill, decode = await cluster.started("p0", "d0")
-    prefill.say(A, ends=True)
-    decode.say(A, B, C, D, finish=FinishReason.LENGTH)
-    text, _, finish = await read(generation)
-    assert (text, finish.num_output_tokens) == ("ab", 2)
-
-
-async def test_a_bug_in_the_router_ends_the_request_and_gives_back(monkeypatch):
-    cluster = FakeCluster()
-    service = make_router(cluster)
-    generation = await start(cluster, service)
-    prefill, _ = await cluster.started("p0", "d0")
-    monkeypatch.setattr("router.stream_text.ChoiceText.push", lambda self, token_id: 1 / 0)
-    prefill.say(A)
-    _, _, error = await read(generation)
-    assert isinstance(error, EngineFault)
-    assert error.message == "an internal error"
-    await finished(service, cluster)
-
-
 # ---- the timeline
 
 
@@ -599,7 +333,7 @@ async def test_timeline_of_a_stopped_choice_hears_the_legs_last_words():
 
 
 async def test_timeline_does_not_wait_for_a_leg_that_says_nothing(monkeypatch):
-    monkeypatch.setattr("router.dispatch.LAST_WORDS_S", 0.01)
+    monkeypatch.setattr("router.life.LAST_WORDS_S", 0.01)
     cluster = FakeCluster()
     service = make_router(cluster)
     generation = await start(cluster, service, max_tokens=2, timeline=True)

@@ -102,7 +102,7 @@ async def test_each_error_has_its_status_and_nothing_of_the_inside(stub, cluster
     )
     error = await failure_of(stub.Generate(pb.GenerateRequest(prompt="hi")))
     assert error.code() is grpc.StatusCode[error_type.grpc_code]
-    is_mistake = error_type.http_status in (400, 404, 413)
+    is_mistake = error_type.http_status in (400, 401, 404, 413)
     assert (error.details() == "p0 at ipv4:127.0.0.1:5 is gone") is is_mistake
     assert is_mistake or "p0" not in error.details()
     trailing = dict(error.trailing_metadata())
@@ -296,8 +296,8 @@ def num_connections(port):
 async def test_a_client_that_does_not_read_is_let_go(service, cluster, monkeypatch, caplog):
     """P-28, S-14: its handler ends after its deadline, its connection when that is too old."""
     monkeypatch.setattr(
-        "router.grpc_api._delta",
-        lambda request_id, event: pb.GenerateResponse(text="x" * 1_000_000),
+        "router.grpc_api.inference.Replies.message",
+        lambda replies, event: pb.GenerateResponse(text="x" * 1_000_000),
     )
     cluster.script = lambda worker, leg: (
         worker.say(*range(40)) if leg.kind.value == "decode" else None

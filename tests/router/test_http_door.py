@@ -139,8 +139,8 @@ def never_reads(port):
 @pytest.mark.parametrize("by", ["deadline", "stall"])
 async def test_a_client_that_does_not_read_is_cut_off(by, monkeypatch):
     """S-14: its stream ends with its deadline, or when nothing has been read for too long."""
-    monkeypatch.setattr("router.api.WRITE_GRACE_S", 0.1)
-    monkeypatch.setattr("router.answers.TextAnswer.delta", lambda self, text: "x" * 1_000_000)
+    monkeypatch.setattr("router.http_generate.WRITE_GRACE_S", 0.1)
+    monkeypatch.setattr("router.answers.TextAnswer.chunks", lambda self, event: ["x" * 1_000_000])
     cluster = FakeCluster()
     cluster.script = lambda worker, leg: (
         worker.say(*b"abcdefgh") if worker.peer.worker_id == "d0" else None

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.config import DeployConfig, ModelConfig, PoolConfig, Role, from_tree, to_tree
+from cluster.control.facts import RefusedWorker
 from cluster.control.planner import Planner
 from cluster.control.settings import ControlSettings
 from cluster.errors import EngineFault, InvalidRequest, NoWorker, PdserveError, QueueFull
@@ -235,7 +236,7 @@ async def test_overload_is_refused_before_tokenising(monkeypatch):
     assert isinstance(error, NoWorker)
     assert "no prefill and no decode worker" in error.message
 
-    cluster.route.view, cluster.route.age_s = make_view(), 11.0
+    cluster.route.view, cluster.route.age_s = make_view(), 16.0
     error = await refusal(service)
     assert isinstance(error, NoWorker)
     assert "control plane" in error.message
@@ -244,6 +245,29 @@ async def test_overload_is_refused_before_tokenising(monkeypatch):
     assert isinstance(await refusal(service, temperature=5), InvalidRequest)
     assert isinstance(await refusal(service, prompt="x" * 400), InvalidRequest)
     assert metric(service, "pdserve_requests_rejected_total") == 5
+
+
+async def test_a_client_is_told_why_a_role_has_no_worker():
+    """P-22: role, field and both values; no worker's name."""
+    cluster = FakeCluster()
+    reason = "layout.num_layers: 2 at the other workers, 3 at this one"
+    refused = RefusedWorker(worker_id="d0", pool="decode", role="decode", reason=reason, age_s=1.0)
+    prefill = make_worker("p0", Role.PREFILL)
+    cluster.route.view = make_view(prefill, refused=(refused,))
+    error = await refusal(make_router(cluster))
+    assert isinstance(error, NoWorker)
+    assert error.message == f"not ready: no decode worker: one was refused, {reason}"
+
+
+async def test_a_control_plane_that_has_just_started_is_waited_for():
+    """Its workers are coming back: requests wait there, and readiness does not claim too much."""
+    cluster = FakeCluster()
+    cluster.route.view = replace(make_view(), workers=(), is_reconciling=True)
+    service = make_router(cluster)
+    assert not service.readiness().is_ready
+    generation = await service.generate(GenerateInput(prompt="hi"))
+    generation.cancel()
+    await service.stop()
 
 
 async def test_no_prompt_text_in_logs(caplog):

@@ -9,11 +9,14 @@ import sys
 import pytest
 
 from cluster.errors import InvalidRequest, RequestTooLarge, StartupError
+from router.messages import Chat, ChatMessage
 from router.served import served_model
-from router.text import ChatMessage, TextCodec
+from router.text import TextCodec
 from tests.router.fakes import EOS_ID, make_codec, make_tokenizer
 
-TURNS = (ChatMessage("system", "be kind"), ChatMessage("user", "hi"))
+SYSTEM = ChatMessage(role="system", content="be kind")
+USER = ChatMessage(role="user", content="hi")
+CHAT = Chat(messages=(SYSTEM, USER))
 
 
 @pytest.fixture
@@ -26,9 +29,10 @@ def folder(tmp_path):
 
 def test_a_saved_folder_encodes_decodes_and_renders(folder):
     codec = TextCodec.load(folder, eos_ids=frozenset({ord("!")}))
-    assert codec.encode("hé") == tuple("hé".encode())
+    encoded = codec.encode("hé!")
+    assert (encoded.ids, encoded.offsets) == (tuple("hé!".encode()), (0, 1, 1, 2))
     text = "[system]be kind[user]hi[assistant]"
-    assert codec.encode_chat(TURNS, max_chars=100) == tuple(text.encode())
+    assert codec.encode_chat(CHAT, max_chars=100) == tuple(text.encode())
     assert codec.decode([*b"oh!", EOS_ID]) == "oh"
 
 
@@ -40,24 +44,24 @@ def test_truncation_in_a_folder_is_not_obeyed(folder):
     }  # fmt: skip
     path.write_text(json.dumps(tree))
     codec = TextCodec.load(folder, eos_ids=frozenset())
-    assert len(codec.encode("a long prompt")) == 13
+    assert len(codec.encode("a long prompt").ids) == 13
 
 
 def test_templates_that_are_missing_refuse_or_grow_too_long():
     codec = make_codec(template=None)
     with pytest.raises(InvalidRequest, match="no chat template"):
-        codec.encode_chat(TURNS, max_chars=100)
+        codec.encode_chat(CHAT, max_chars=100)
     with pytest.raises(InvalidRequest, match="a system turn comes first"):
-        make_codec().encode_chat(TURNS[::-1], max_chars=100)
+        make_codec().encode_chat(Chat(messages=(USER, SYSTEM)), max_chars=100)
     with pytest.raises(RequestTooLarge):
-        make_codec().encode_chat(TURNS, max_chars=10)
+        make_codec().encode_chat(CHAT, max_chars=10)
 
 
 def test_templates_run_in_a_sandbox():
     """S-09 in part: a template can't reach the interpreter."""
     codec = make_codec(template="{{ ''.__class__.__mro__[1].__subclasses__() }}")
     with pytest.raises(InvalidRequest):
-        codec.encode_chat(TURNS, max_chars=100)
+        codec.encode_chat(CHAT, max_chars=100)
 
 
 def test_served_model_reads_names_and_limits(folder):
@@ -83,9 +87,11 @@ def test_the_router_never_loads_torch(folder):
     code = (
         "import sys; from pathlib import Path\n"
         "import router.ingress\n"
-        "from router.text import ChatMessage, TextCodec\n"
+        "from router.messages import Chat, ChatMessage\n"
+        "from router.text import TextCodec\n"
         f"codec = TextCodec.load(Path({str(folder)!r}), eos_ids=frozenset())\n"
-        "codec.encode_chat([ChatMessage('user', 'hi')], max_chars=100)\n"
+        "chat = Chat(messages=(ChatMessage(role='user', content='hi'),))\n"
+        "codec.encode_chat(chat, max_chars=100)\n"
         "assert 'torch' not in sys.modules and 'ray' not in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -10,7 +10,9 @@ import pytest
 from cluster.request import Peer
 from cluster.rpc.link_acceptor import LinkAcceptor
 from cluster.rpc.options import SERVER_OPTIONS
+from cluster.rpc.server import WorkerServer
 from cluster.wire import worker_pb2_grpc
+from tests.factories_attach import Attached, Handler
 from tests.factories_link import LAYOUT, LIMITS, Half, MakeWorld, Servicer, World, loopback
 
 if TYPE_CHECKING:
@@ -51,3 +53,19 @@ async def make_world() -> AsyncIterator[MakeWorld]:
         await world.acceptor.close()
     for server in servers:
         await server.stop(None)
+
+
+@pytest.fixture
+async def attached() -> AsyncIterator[Attached]:
+    """A worker's server whose handler the test plays."""
+    handler = Handler()
+    worker_server = WorkerServer(
+        handler, None, incarnation="w1", host="127.0.0.1", beat=lambda: handler.beat
+    )
+    world = Attached(worker_server, await worker_server.start(), handler)
+    yield world
+    for client in world.clients:
+        await client.close()
+    for wire in world.wires:
+        await wire.stop()
+    await worker_server.stop(0.5)

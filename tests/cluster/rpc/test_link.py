@@ -65,8 +65,8 @@ async def test_concurrent_callers_share_one_dial(make_world: MakeWorld):
 
 async def test_another_layout_is_refused_with_the_field_and_both_values(make_world: MakeWorld):
     world = await make_world()
-    dialer = world.dialer(layout=replace(LAYOUT, block_size=32))
-    with pytest.raises(HandoffFailed, match="block_size: 16 here, 32 there"):
+    dialer = world.dialer(layout=replace(LAYOUT, num_layers=3))
+    with pytest.raises(HandoffFailed, match="num_layers: 2 here, 3 there"):
         await dialer.link_to(world.peer, LONG_S)
 
 

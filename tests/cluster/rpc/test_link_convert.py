@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -24,6 +25,7 @@ from cluster.wire import worker_pb2 as pb
 OFFER = Offer(handoff_id="h", key=LegKey("r", 1, 2), num_blocks=3, num_tokens=40)
 SIGNALS = [
     OFFER,
+    dataclasses.replace(OFFER, is_redirected=True),
     Credit(handoff_id="h"),
     ManifestBytes(payload=b"\x80"),
     Commit(handoff_id="h"),

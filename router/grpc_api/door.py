@@ -1,0 +1,112 @@
+"""One gRPC server of a router: Inference, health that follows readiness, and reflection."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import TYPE_CHECKING
+
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]
+from grpc_reflection.v1alpha import reflection
+
+from cluster.errors import StartupError
+from cluster.wire import public_v1_pb2_grpc as pb_grpc
+from router.grpc_api.caps import GrpcCaps
+from router.grpc_api.inference import Inference
+from router.grpc_api.keys import KeyGuard
+
+if TYPE_CHECKING:
+    from router.service import Service
+
+_SERVICE = "pdserve.v1.Inference"
+_MIN_PING_INTERVAL_MS = 5000
+
+
+class GrpcDoor:
+    """One gRPC server. Several routers on a host share a port: the kernel spreads connections."""
+
+    def __init__(
+        self, service: Service, *, host: str, port: int, caps: GrpcCaps | None = None
+    ) -> None:
+        self._service = service
+        self._address = f"{host}:{port}"
+        self._caps = caps or GrpcCaps()
+        self._server: grpc.aio.Server | None = None
+        self._health = health_aio.HealthServicer()
+        self._beat: asyncio.Task[None] | None = None
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether calls are taken and health is told."""
+        return self._server is not None and self._beat is not None and not self._beat.done()
+
+    async def start(self) -> int:
+        """Listen and return the port; raises StartupError where the address can't be had."""
+        server = grpc.aio.server(
+            interceptors=(KeyGuard(self._service.keys),), options=self._options()
+        )
+        pb_grpc.add_InferenceServicer_to_server(Inference(self._service, self._caps), server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = (_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+        try:
+            port = server.add_insecure_port(self._address)
+        except RuntimeError as error:
+            raise StartupError(f"cannot listen on {self._address} for gRPC") from error
+        await self._tell_health()
+        await server.start()
+        self._server = server
+        self._beat = asyncio.create_task(self._keep_health())
+        return int(port)
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Refuse new calls and end those that run after ``grace_s``; idempotent."""
+        server, self._server = self._server, None
+        if server is not None:
+            if self._beat is not None:
+                self._beat.cancel()
+                await asyncio.wait([self._beat])
+            await self._health.enter_graceful_shutdown()
+            await server.stop(grace_s)
+
+    def _options(self) -> tuple[tuple[str, int], ...]:
+        caps, limits = self._caps, self._service.limits
+        last_words_s = limits.max_deadline_s + caps.write_grace_s
+        return (
+            ("grpc.so_reuseport", 1),
+            ("grpc.max_receive_message_length", limits.max_body_bytes),
+            ("grpc.max_metadata_size", limits.max_header_bytes),
+            ("grpc.absolute_max_metadata_size", limits.max_header_bytes),
+            ("grpc.max_concurrent_streams", caps.max_streams),
+            ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PING_INTERVAL_MS),
+            ("grpc.http2.max_pings_without_data", 0),
+            ("grpc.http2.ping_timeout_ms", _ms(caps.ping_timeout_s)),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.keepalive_time_ms", _ms(caps.keepalive_s)),
+            ("grpc.keepalive_timeout_ms", _ms(caps.ping_timeout_s)),
+            ("grpc.max_connection_age_ms", _ms(caps.connection_age_s)),
+            ("grpc.max_connection_age_grace_ms", _ms(last_words_s)),
+        )
+
+    async def _keep_health(self) -> None:
+        told: bool | None = None
+        while True:
+            is_ready = self._service.readiness().is_ready
+            if is_ready is not told:
+                await self._tell_health()
+                told = is_ready
+            await asyncio.sleep(self._caps.health_beat_s)
+
+    async def _tell_health(self) -> None:
+        """Say whether a request could be placed, as /health/ready does."""
+        is_ready = self._service.readiness().is_ready
+        statuses = health_pb2.HealthCheckResponse
+        status = statuses.SERVING if is_ready else statuses.NOT_SERVING
+        for name in ("", _SERVICE):
+            await self._health.set(name, status)
+
+
+def _ms(seconds: float) -> int:
+    return math.ceil(1000.0 * seconds)

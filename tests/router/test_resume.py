@@ -1,0 +1,281 @@
+"""A choice whose workers are lost after its first token goes on with others, and nobody sees it."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.errors import DeadlineExceeded, HandoffFailed, NoWorker, WorkerLost
+from cluster.handoff import AbortCause
+from cluster.request import FinishReason, LegKind
+from router.events import Finish
+from tests.router.fakes import FakeCluster, make_router, metric, until
+from tests.router.reading import finished, read, start
+
+A, B, C, D, E = b"abcde"
+
+
+async def streaming(cluster, service, **given):
+    """Start a request and let p0 and d0 give its first two tokens; p0 has handed over."""
+    generation = await start(cluster, service, **{"max_tokens": 5, **given})
+    prefill, decode = await cluster.started("p0", "d0")
+    prefill.say(A, ends=True)
+    decode.say(A, B)
+    await until(lambda: metric(service, "pdserve_requests_queued") == 0)
+    assert [(await generation.next()).token_ids for _ in range(2)] == [(A,), (B,)]
+    return generation, prefill, decode
+
+
+async def test_a_decode_worker_that_dies_in_mid_stream_is_replaced():
+    """P-20: nothing lost, repeated or out of order; the answer says that it was resumed."""
+    cluster = FakeCluster()
+    cluster.route.pairs = [("p0", "d0"), ("p1", "d1")]
+    service = make_router(cluster)
+    generation, _, decode = await streaming(cluster, service)
+    decode.die()
+
+    # STEP 1: what is wanted is what is left, elsewhere.
+    prefill, second = await cluster.started("p1", "d1")
+    first_want, want = cluster.route.wants
+    assert (first_want.num_prompt_tokens, first_want.max_tokens) == (5, 5)
+    assert (want.num_prompt_tokens, want.max_tokens) == (7, 3)
+    assert (want.attempt, want.avoid, want.export) == (1, ("d0.1",), None)
+
+    # STEP 2: the legs know what the client has; limits keep their meaning for the whole.
+    for leg in (prefill.legs[0], second.legs[0]):
+        assert leg.output_ids == (A, B)
+        assert leg.prompt_ids == tuple(b"hello")
+        assert leg.params.max_tokens == 5
+        assert leg.key.attempt == 1
+
+    # STEP 3: the first new token has the next index; its repeat is dropped.
+    prefill.say(C, start=2, ends=True)
+    second.say(C, D, E, start=2, finish=FinishReason.LENGTH)
+    text, ids, finish = await read(generation)
+    assert (text, ids) == ("cde", [C, D, E])
+    assert (finish.num_output_tokens, finish.num_resumed) == (5, 1)
+    assert (finish.timeline.num_attempts, finish.timeline.num_resumed) == (2, 1)
+    assert (finish.timeline.prefill_worker, finish.timeline.decode_worker) == ("p1", "d1")
+    assert finish.timeline.queue_s <= finish.timeline.first_token_s
+    assert cluster.route.dones == [("g0", 0), ("g1", 5)]
+    assert metric(service, "pdserve_requests_resumed_total") == 1
+    assert metric(service, "pdserve_generated_tokens_total") == 5
+    assert metric(service, "pdserve_repeated_tokens_total") == 0
+    await finished(service, cluster)
+
+
+async def test_it_may_be_resumed_on_the_worker_that_lives():
+    """The decode worker prefills by itself: a LOCAL leg."""
+    cluster = FakeCluster()
+    cluster.route.pairs = [("p0", "d0"), (None, "d1")]
+    service = make_router(cluster)
+    generation, _, decode = await streaming(cluster, service)
+    decode.die()
+    (second,) = await cluster.started("d1")
+    assert (second.legs[0].kind, second.legs[0].output_ids) == (LegKind.LOCAL, (A, B))
+    second.say(C, D, start=2, finish=FinishReason.STOP)
+    text, _, finish = await read(generation)
+    assert (text, finish.finish_reason) == ("cd", FinishReason.STOP)
+    await finished(service, cluster)
+
+
+async def test_a_prefill_worker_that_dies_before_the_handover_is_replaced(monkeypatch):
+    """P-19: its first token is out, its KV is lost."""
+    monkeypatch.setattr("router.attempt.COMMIT_GRACE_S", 0.02)
+    cluster = FakeCluster()
+    cluster.route.pairs = [("p0", "d0"), ("p1", "d0")]
+    service = make_router(cluster)
+    generation = await start(cluster, service, max_tokens=3)
+    prefill, decode = await cluster.started("p0", "d0")
+    prefill.say(A)
+    prefill.die()
+    (second,) = await cluster.started("p1")
+    await until(lambda: len(decode.legs) == 2)
+    assert decode.aborts == [(decode.legs[0].key, AbortCause.FAULT)]
+    assert second.legs[0].output_ids == (A,)
+    second.say(B, start=1, ends=True)
+    decode.say(B, C, start=1, finish=FinishReason.LENGTH)
+    text, _, finish = await read(generation)
+    assert (text, finish.num_resumed) == ("abc", 1)
+    await finished(service, cluster)
+
+
+async def test_text_in_the_making_survives():
+    """P-05: a stop string that began before the loss is completed after it, and cut."""
+    cluster = FakeCluster()
+    cluster.route.pairs = [("p0", "d0"), ("p1", "d1")]
+    service = make_router(cluster)
+    generation, _, decode = await streaming(cluster, service, stop=["bcd"], max_tokens=9)
+    decode.die()
+    prefill, second = await cluster.started("p1", "d1")
+    prefill.say(C, start=2, ends=True)
+    second.say(C, D, E, start=2)
+    text, ids, finish = await read(generation)
+    assert (text, ids, finish.finish_reason) == ("", [C, D], FinishReason.STOP)
+    assert metric(service, "pdserve_wasted_tokens_total") == 1
+    await until(lambda: second.aborts)
+    await finished(service, cluster)
+
+
+async def test_half_a_character_survives():
+    """P-02: the bytes of one character come from two attempts."""
+    euro = "\N{EURO SIGN}".encode()
+    cluster = FakeCluster()
+    cluster.route.pairs = [("p0", "d0"), (None, "d1")]
+    service = make_router(cluster)
+    generation = await start(cluster, service, max_tokens=3)
+    prefill, decode = await cluster.started("p0", "d0")
+    prefill.say(euro[0], ends=True)
+    decode.say(*euro[:2])
+    decode.die()
+    (second,) = await cluster.started("d1")
+    second.say(euro[2], start=2, finish=FinishReason.LENGTH)
+    text, ids, _ = await read(generation)
+    assert (text, ids) == ("\N{EURO SIGN}", list(euro))
+
+
+async def test_logprobs_ride_along():
+    cluster = FakeCluster()
+    cluster.route.pairs = [("p0", "d0"), (None, "d1")]
+    service = make_router(cluster)
+    generation = await start(cluster, service, max_tokens=3)
+    prefill, decode = await cluster.started("p0", "d0")
+    prefill.say(A, logprob=-0.5, ends=True)
+    decode.say(A, B, logprob=-0.5)
+    decode.die()
+    (second,) = await cluster.started("d1")
+    second.say(C, start=2, logprob=-0.25, finish=FinishReason.LENGTH)
+    deltas = []
+    while not isinstance(event := await generation.next(), Finish):
+        deltas.append(event)
+    assert [d.logprobs[0].logprob for d in deltas] == [-0.5, -0.5, -0.25]
+
+
+async def test_what_had_overtaken_a_missing_token_is_computed_again():
+    cluster = FakeCluster()
+    cluster.route.pairs = [("p0", "d0"), (None, "d1")]
+    service = make_router(cluster)
+    generation, _, decode = await streaming(cluster, service)
+    decode.say(D, start=3)  # token 2 never comes
+    decode.die()
+    (second,) = await cluster.started("d1")
+    assert second.legs[0].output_ids == (A, B)
+    second.say(C, D, E, start=2, finish=FinishReason.LENGTH)
+    text, ids, _ = await read(generation)
+    assert (text, ids) == ("cde", [C, D, E])
+    assert metric(service, "pdserve_wasted_tokens_total") == 1
+    await finished(service, cluster)
+
+
+async def test_the_second_dead_worker_ends_it():
+    cluster = FakeCluster()
+    cluster.route.pairs = [("p0", "d0"), (None, "d1"), (None, "d2")]
+    service = make_router(cluster)
+    generation, _, decode = await streaming(cluster, service)
+    decode.die()
+    (second,) = await cluster.started("d1")
+    second.say(C, start=2)
+    second.die()
+    text, _, error = await read(generation)
+    assert (text, type(error), error.stage) == ("c", WorkerLost, "local")
+    assert len(cluster.route.wants) == 2
+    assert metric(service, 'pdserve_requests_failed_total{code="worker_lost"}') == 1
+    assert metric(service, "pdserve_wasted_tokens_total") == 3
+    await finished(service, cluster)
+
+
+async def test_failures_count_in_a_row():
+    """Three in a row end it; a new token between them starts the count anew."""
+    cluster = FakeCluster()
+    cluster.route.default_pair = (None, "d0")
+    service = make_router(cluster)
+    generation = await start(cluster, service, max_tokens=9)
+    for number, token_id in enumerate([None, None, A, None, None]):
+        await until(lambda number=number: len(cluster.route.wants) == number + 1)
+        (worker,) = await cluster.started("d0")
+        await until(lambda number=number, worker=worker: len(worker.legs) == number + 1)
+        if token_id is not None:
+            worker.say(token_id)
+        worker.say(error=HandoffFailed("no luck"))
+    # The attempt that gave a token failed too.
+    text, _, error = await read(generation)
+    assert (text, type(error)) == ("a", HandoffFailed)
+    assert len(cluster.route.wants) == 5
+    await finished(service, cluster)
+
+
+async def test_nobody_to_go_on_is_an_error_after_the_first_token():
+    """It was served: it counts as failed, not as refused before work."""
+    cluster = FakeCluster()
+    service = make_router(cluster)
+    generation, _, decode = await streaming(cluster, service)
+    cluster.route.error = NoWorker("none", stage="placement", retry_after_s=3)
+    decode.die()
+    _, _, error = await read(generation)
+    assert isinstance(error, NoWorker)
+    assert metric(service, 'pdserve_requests_failed_total{code="no_worker"}') == 1
+    await finished(service, cluster)
+
+
+async def test_the_deadline_holds_over_all_attempts():
+    cluster = FakeCluster()
+    cluster.route.pairs = [("p0", "d0"), None]
+    cluster.route.default_pair = None
+    service = make_router(cluster)
+    generation, _, decode = await streaming(cluster, service, timeout_s=0.3)
+    decode.die()
+    _, _, error = await read(generation)
+    assert isinstance(error, DeadlineExceeded)
+    assert error.stage == "placement"
+    first, second = cluster.route.wants
+    assert 0 < second.remaining_s <= first.remaining_s
+    assert cluster.route.withdrawn == [second]
+    await finished(service, cluster)
+
+
+async def test_a_cancel_while_it_is_placed_again_withdraws_the_want():
+    """P-11."""
+    cluster = FakeCluster()
+    cluster.route.pairs = [("p0", "d0"), None]
+    service = make_router(cluster)
+    generation, _, decode = await streaming(cluster, service)
+    decode.die()
+    await until(lambda: len(cluster.route.wants) == 2)
+    generation.cancel()
+    await read(generation)
+    assert cluster.route.withdrawn == cluster.route.wants[1:]
+    assert metric(service, 'pdserve_requests_aborted_total{phase="placement"}') == 1
+    await finished(service, cluster)
+
+
+@pytest.mark.parametrize("loser", ["p0", "d0"])
+async def test_without_resume_a_loss_after_the_first_token_is_an_error(loser, monkeypatch):
+    monkeypatch.setattr("router.attempt.COMMIT_GRACE_S", 0.02)
+    cluster = FakeCluster()
+    cluster.route.export_error = NoWorker("none")
+    service = make_router(cluster, resumes=False)
+    generation = await start(cluster, service)
+    prefill, _ = await cluster.started("p0", "d0")
+    prefill.say(A)
+    assert (await generation.next()).text == "a"
+    cluster.worker(loser).die()
+    _, _, error = await read(generation)
+    assert isinstance(error, WorkerLost)
+    assert metric(service, 'pdserve_requests_failed_total{code="worker_lost"}') == 1
+    await finished(service, cluster)
+
+
+async def test_another_first_token_from_the_decode_worker_is_a_failed_handoff():
+    """What is out stays; the choice is computed again from there."""
+    cluster = FakeCluster()
+    cluster.route.pairs = [("p0", "d0"), (None, "d1")]
+    service = make_router(cluster)
+    generation = await start(cluster, service, max_tokens=2)
+    prefill, decode = await cluster.started("p0", "d0")
+    prefill.say(A)
+    decode.say(B)
+    (second,) = await cluster.started("d1")
+    assert second.legs[0].output_ids == (A,)
+    second.say(B, start=1, finish=FinishReason.LENGTH)
+    text, _, _ = await read(generation)
+    assert text == "ab"
+    await finished(service, cluster)
