@@ -8,22 +8,20 @@ dotted path and the nearest valid one. Derived values are properties; a change i
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import enum
 import ipaddress
 import typing
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 
+from cluster import config_tree
 from cluster.errors import ConfigError
 
 if typing.TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
-
-T = TypeVar("T")
 
 
 class Role(enum.Enum):
@@ -35,11 +33,15 @@ class Role(enum.Enum):
 
 
 class Dtype(enum.Enum):
-    """Element type of weights and KV; AUTO is bf16 where the device has it in hardware."""
+    """Element type of weights and KV; AUTO is bf16 where the device has it in hardware.
+
+    FP16 is for KV anywhere, and for weights on a GPU.
+    """
 
     AUTO = "auto"
     FP32 = "fp32"
     BF16 = "bf16"
+    FP16 = "fp16"
 
 
 class Device(enum.Enum):
@@ -50,16 +52,44 @@ class Device(enum.Enum):
 
 
 class TransportKind(enum.Enum):
-    """How block bytes move between two workers."""
+    """How block bytes move between two workers.
+
+    SHM needs both on one host; AUTO takes it for such links, and TORCH_DIST for all others.
+    """
 
     LOOPBACK = "loopback"
     TORCH_DIST = "torch_dist"
+    SHM = "shm"
+    AUTO = "auto"
 
 
 class Policy(enum.Enum):
     """The order in which waiting requests are placed."""
 
     FCFS = "fcfs"
+    SJF = "sjf"
+    """The least expected work first: prompt tokens that are not cached, and expected output."""
+    PRIORITY = "priority"
+    """The highest tier first."""
+
+
+class Preemption(enum.Enum):
+    """What happens where a sequence needs slots or blocks that others have."""
+
+    OFF = "off"
+    """Nothing: each has its prompt and max_tokens reserved before it starts."""
+    RECOMPUTE = "recompute"
+    """The youngest of the lowest tier gives them up, and is computed again later."""
+
+
+class Batching(enum.Enum):
+    """When a worker's batch takes new members."""
+
+    CONTINUOUS = "continuous"
+    STATIC = "static"
+    """When the last batch has ended to its last member."""
+    DYNAMIC = "dynamic"
+    """As static, once the new batch is full or has collected for a window."""
 
 
 class Host(enum.Enum):
@@ -90,6 +120,8 @@ class PoolConfig:
     count: int = 1
     device: Device = Device.CPU
     dtype: Dtype = Dtype.AUTO
+    kv_dtype: Dtype = Dtype.AUTO
+    """What KV is stored as; AUTO: as the weights are. Pools may differ: receivers convert."""
     cores: tuple[int, ...] = ()
     """CPU cores to take from, ``cores_per_worker`` each; empty: the workers are not pinned."""
     cores_per_worker: int = 1
@@ -104,11 +136,28 @@ class PoolConfig:
     """Tokens computed in one step at most."""
     chunk_tokens: int = 0
     """A prompt's share of a step at most; 0: the whole prompt, within the budget."""
+    batching: Batching = Batching.CONTINUOUS
+    batch_size: int = 0
+    """Members of a static or dynamic batch at most; 0: ``max_num_seqs``."""
+    batch_window_ms: float = 20.0
+    """For how long a dynamic batch collects at most."""
+    prefix_cache: bool = True
+    """Keep the KV of ended sequences until its room is needed, for prompts that begin alike."""
 
     @property
     def num_blocks(self) -> int:
         """KV blocks of one worker."""
         return self.kv_tokens // self.block_size
+
+    @property
+    def num_batch_slots(self) -> int:
+        """Sequences that share a step at most, by the kind of batching too."""
+        return self.batch_size or self.max_num_seqs
+
+    @property
+    def stored_dtype(self) -> Dtype:
+        """What KV is stored as; AUTO where only a worker on its device can say."""
+        return self.dtype if self.kv_dtype is Dtype.AUTO else self.kv_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +165,17 @@ class SchedulingConfig:
     """How waiting requests are ordered and how far prefill may run ahead."""
 
     policy: Policy = Policy.FCFS
+    tiers: tuple[str, ...] = ("low", "normal", "high")
+    """Names that requests may give as their ``priority``, from the lowest to the highest."""
+    default_tier: str = "normal"
+    """Of requests that name none."""
+    aging_s: float = 5.0
+    """Nobody who is younger by more than this overtakes a request, or takes what it waits for."""
+    fair_tenants: bool = False
+    """Whether tenants get fair shares of tokens within a tier."""
+    preemption: Preemption = Preemption.RECOMPUTE
+    max_preemptions: int = 3
+    """Of one sequence; it is then computed again only with room for all that may come."""
     max_queue_requests: int = 256
     run_ahead_tokens: int = 4096
     """Prompt tokens granted to one prefill worker and not yet computed, at most."""
@@ -128,10 +188,51 @@ class LimitsConfig:
     default_deadline_s: float = 120.0
     max_deadline_s: float = 600.0
     max_body_bytes: int = 1 << 20
+    max_header_bytes: int = 64 << 10
+    """Of one HTTP request's head, or one gRPC call's metadata."""
+    max_json_depth: int = 32
+    max_id_chars: int = 128
+    """Of an id or name that a client gives."""
     max_stop_strings: int = 4
     max_stop_chars: int = 256
+    max_stop_token_ids: int = 64
+    max_logit_bias: int = 300
+    """Entries of ``logit_bias``."""
+    max_logprobs: int = 20
+    """Best tokens told with each token; 5 for completions, as OpenAI has it."""
     max_messages: int = 256
+    max_content_parts: int = 64
+    """Of one message."""
+    max_tools: int = 64
+    """Of a chat, and calls of tools in one message."""
+    max_n: int = 16
+    """Choices of one prompt."""
+    max_prompts: int = 32
+    """Of one call."""
+    max_choices: int = 64
+    """Of all prompts of a call together."""
+    max_streams_per_key: int = 256
+    """Calls of one API key that are open at once, in one router."""
     export_lease_s: float = 10.0
+    """How long prefilled KV waits for another decode worker after a handoff failed."""
+    reserve_patience_s: float = 1.0
+    """How long an offered export waits for blocks on its decode worker before it is refused."""
+    stream_kv: bool = True
+    """Whether finished blocks are sent while later chunks compute; else all at the end."""
+    link_idle_s: float = 60.0
+    """A link that carried nothing for so long is closed; the next handoff dials a new one."""
+    kv_digest: bool = False
+    """Whether KV is digested before it is sent and after it came; corrupted KV is recomputed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuthConfig:
+    """Where API keys are read from, ``tenant=key`` a line; nothing set: no key is needed."""
+
+    keys_file: str = ""
+    """A file, on each host that runs a router."""
+    keys_env: str = ""
+    """An environment variable of the routers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +250,16 @@ class RouterConfig:
     """The ingress."""
 
     replicas: int = 1
+    resume: bool = True
+    """Whether a request goes on with other workers when its own are lost after a token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultsConfig:
+    """Faults on purpose, for tests; never beyond loopback."""
+
+    enabled: bool = False
+    """Workers serve ``pdserve.faults.v1.Faults``: whoever reaches them can break them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,15 +274,17 @@ class DeployConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
+    auth: AuthConfig = field(default_factory=AuthConfig)
     endpoints: EndpointsConfig = field(default_factory=EndpointsConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
 
     def pool(self, name: str) -> PoolConfig:
         """Return the pool called ``name``; raises ConfigError where there is none."""
         for pool in self.pools:
             if pool.name == name:
                 return pool
-        raise _refused("pools", name, [pool.name for pool in self.pools], what="pool")
+        raise config_tree.refused("pools", name, [pool.name for pool in self.pools], what="pool")
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> DeployConfig:
@@ -189,109 +302,22 @@ def load(path: Path, overrides: Sequence[str] = ()) -> DeployConfig:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected a mapping of sections")
     for override in overrides:
-        _override(tree, override)
+        config_tree.override(tree, override)
     return from_tree(tree)
 
 
 def from_tree(tree: Mapping[str, Any]) -> DeployConfig:
     """Build and check a config from plain data, as ``to_tree`` returns it."""
-    config = _build(DeployConfig, tree, "")
+    config = config_tree.build(DeployConfig, tree)
     _check(config)
     return config
 
 
 def to_tree(config: DeployConfig) -> dict[str, Any]:
     """Return the config as plain data that any serializer takes."""
-    tree = _plain(config)
+    tree = config_tree.plain(config)
     assert isinstance(tree, dict)
     return tree
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, enum.Enum):
-        return value.value
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return value
-
-
-def _override(tree: dict[str, Any], override: str) -> None:
-    dotted, separator, text = override.partition("=")
-    if not separator or not dotted:
-        raise ConfigError(f"--set {override}: expected a.b=value", field=dotted or None)
-    *parents, last = dotted.split(".")
-    node: Any = tree
-    for name in parents:
-        node = _child(node, name, dotted)
-    if not isinstance(node, dict):
-        raise ConfigError(f"--set {override}: {dotted} is not inside a section", field=dotted)
-    try:
-        node[last] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--set {override}: not a YAML value", field=dotted) from error
-
-
-def _child(node: Any, name: str, dotted: str) -> Any:
-    if isinstance(node, dict):
-        return node.setdefault(name, {})
-    if isinstance(node, list):
-        named = {
-            str(item["name"]): item for item in node if isinstance(item, dict) and "name" in item
-        }
-        if name in named:
-            return named[name]
-        if name.isdigit() and int(name) < len(node):
-            return node[int(name)]
-        raise _refused(dotted, name, list(named), what="element")
-    raise ConfigError(f"{dotted}: {name} is not inside a section", field=dotted)
-
-
-def _refused(path: str, got: object, valid: Sequence[str], *, what: str) -> ConfigError:
-    near = difflib.get_close_matches(str(got), valid, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else f"; valid: {', '.join(valid)}"
-    return ConfigError(f"{path}: unknown {what} {got!r}{hint}", field=path)
-
-
-def _build(kind: type[T], tree: Any, path: str) -> T:
-    if not isinstance(tree, Mapping):
-        raise ConfigError(f"{path or 'file'}: expected a section, got {tree!r}", field=path)
-    hints = typing.get_type_hints(kind)
-    prefix = f"{path}." if path else ""
-    for key in tree:
-        if key not in hints:
-            raise _refused(f"{prefix}{key}", key, list(hints), what="key")
-    values = {key: _value(hints[key], value, f"{prefix}{key}") for key, value in tree.items()}
-    for f in dataclasses.fields(kind):  # type: ignore[arg-type]
-        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-        if required and f.name not in values:
-            raise ConfigError(f"{prefix}{f.name}: missing", field=f"{prefix}{f.name}")
-    return kind(**values)
-
-
-def _value(hint: Any, value: Any, path: str) -> Any:
-    if typing.get_origin(hint) is tuple:
-        if not isinstance(value, list):
-            raise ConfigError(f"{path}: expected a list, got {value!r}", field=path)
-        item_hint = typing.get_args(hint)[0]
-        return tuple(_value(item_hint, item, f"{path}.{i}") for i, item in enumerate(value))
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        return _build(hint, value, path)
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        valid = [member.value for member in hint]
-        if value not in valid:
-            raise _refused(path, value, valid, what=hint.__name__.lower())
-        return hint(value)
-    return _scalar(hint, value, path)
-
-
-def _scalar(hint: type, value: Any, path: str) -> Any:
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        raise ConfigError(f"{path}: expected {hint.__name__}, got {value!r}", field=path)
-    return value
 
 
 def _check(config: DeployConfig) -> None:
@@ -304,6 +330,7 @@ def _check(config: DeployConfig) -> None:
         raise ConfigError("pools: need a prefill and a decode pool, or a mixed one", field="pools")
     for pool in config.pools:
         _check_pool(pool)
+        _check_batching(pool, config.scheduling)
         if config.service_cores and not pool.cores:
             raise ConfigError(
                 f"pools.{pool.name}.cores: needed where service_cores is set",
@@ -312,6 +339,8 @@ def _check(config: DeployConfig) -> None:
     for section, names_of_positive in _POSITIVE.items():
         for name in names_of_positive:
             _check_positive(f"{section}.{name}", getattr(getattr(config, section), name))
+    _check_tiers(config.scheduling)
+    _check_faults(config)
     _check_host(config.endpoints.host)
     ports = [getattr(config.endpoints, f"{door}_port") for door in ("http", "grpc", "control")]
     if any(not 0 < port < 65536 for port in ports) or len(set(ports)) != len(ports):
@@ -320,11 +349,7 @@ def _check(config: DeployConfig) -> None:
 
 def _check_host(host: str) -> None:
     """Refuse every address that other machines can reach: nothing asks them who they are yet."""
-    try:
-        is_loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_loopback = False
-    if not is_loopback:
+    if not _is_loopback(host):
         raise ConfigError(
             f"endpoints.host: {host!r} is not a loopback address, and there are no cluster tokens "
             "yet that would keep strangers out; use 127.0.0.1 and a proxy that authenticates",
@@ -332,10 +357,29 @@ def _check_host(host: str) -> None:
         )
 
 
+def _check_faults(config: DeployConfig) -> None:
+    """Refuse the fault seam on any address but loopback, whatever else may be allowed there."""
+    if config.faults.enabled and not _is_loopback(config.endpoints.host):
+        raise ConfigError(
+            "faults.enabled: only with a loopback endpoints.host: whoever reaches a worker could "
+            "break it",
+            field="faults.enabled",
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+_MAX_TIERS = 16
+_MAX_TIER_CHARS = 32
 _POSITIVE = {
     "model": ("max_model_len",),
-    "scheduling": ("max_queue_requests", "run_ahead_tokens"),
-    "limits": tuple(f.name for f in dataclasses.fields(LimitsConfig)),
+    "scheduling": ("aging_s", "max_preemptions", "max_queue_requests", "run_ahead_tokens"),
+    "limits": tuple(f.name for f in dataclasses.fields(LimitsConfig) if f.type != "bool"),
     "router": ("replicas",),
 }
 _POSITIVE_OF_POOL = (
@@ -352,8 +396,20 @@ def _check_pool(pool: PoolConfig) -> None:
     if pool.kv_tokens % pool.block_size:
         field = f"{path}.kv_tokens"
         raise ConfigError(f"{field}: not a multiple of block_size", field=field)
-    if pool.chunk_tokens < 0 or pool.token_budget < pool.max_num_seqs:
-        raise ConfigError(f"{path}: chunk_tokens < 0 or token_budget < max_num_seqs", field=path)
+    if pool.dtype is Dtype.FP16 and pool.device is Device.CPU:
+        field = f"{path}.dtype"
+        raise ConfigError(f"{field}: fp16 weights are for device cuda", field=field)
+    if not 0 <= pool.chunk_tokens <= pool.token_budget:
+        raise ConfigError(
+            f"{path}.chunk_tokens: {pool.chunk_tokens} is not between 0 and {path}.token_budget, "
+            f"{pool.token_budget}",
+            field=f"{path}.chunk_tokens",
+        )
+    if pool.token_budget < pool.max_num_seqs:
+        raise ConfigError(
+            f"{path}.token_budget: below {path}.max_num_seqs, so that decodes would wait",
+            field=f"{path}.token_budget",
+        )
     if pool.cores and len(pool.cores) < pool.count * pool.cores_per_worker:
         raise ConfigError(
             f"{path}.cores: fewer than count x cores_per_worker", field=f"{path}.cores"
@@ -363,3 +419,44 @@ def _check_pool(pool: PoolConfig) -> None:
 def _check_positive(path: str, value: float) -> None:
     if value <= 0:
         raise ConfigError(f"{path}: must be above 0, got {value}", field=path)
+
+
+def _check_batching(pool: PoolConfig, scheduling: SchedulingConfig) -> None:
+    path = f"pools.{pool.name}"
+    if not 0 <= pool.batch_size <= pool.max_num_seqs:
+        raise ConfigError(
+            f"{path}.batch_size: {pool.batch_size} is not between 0 and {path}.max_num_seqs, "
+            f"{pool.max_num_seqs}",
+            field=f"{path}.batch_size",
+        )
+    if pool.batching is Batching.CONTINUOUS:
+        if pool.batch_size:
+            raise ConfigError(
+                f"{path}.batch_size: for static or dynamic batching; {path}.batching is continuous",
+                field=f"{path}.batch_size",
+            )
+        return
+    if scheduling.preemption is not Preemption.OFF:
+        raise ConfigError(
+            f"{path}.batching: {pool.batching.value} batches run as they were formed; set "
+            f"scheduling.preemption to off, not {scheduling.preemption.value}",
+            field=f"{path}.batching",
+        )
+    if pool.batching is Batching.DYNAMIC:
+        _check_positive(f"{path}.batch_window_ms", pool.batch_window_ms)
+
+
+def _check_tiers(scheduling: SchedulingConfig) -> None:
+    path, tiers = "scheduling.tiers", scheduling.tiers
+    if not tiers or len(set(tiers)) != len(tiers) or len(tiers) > _MAX_TIERS:
+        raise ConfigError(f"{path}: needs 1 to {_MAX_TIERS} names that differ", field=path)
+    for name in tiers:
+        # A number is the OpenAI way to ask for a priority: it must not be a name too.
+        if not name.replace("-", "").isalnum() or name.isdigit() or len(name) > _MAX_TIER_CHARS:
+            raise ConfigError(
+                f"{path}: {name!r} is not a name of letters, digits and dashes", field=path
+            )
+    if scheduling.default_tier not in tiers:
+        raise config_tree.refused(
+            "scheduling.default_tier", scheduling.default_tier, tiers, what="tier"
+        )

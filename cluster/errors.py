@@ -2,6 +2,7 @@
 
     PdserveError
     ├── InvalidRequest     400  INVALID_ARGUMENT     the client's mistake; names the field
+    ├── Unauthenticated    401  UNAUTHENTICATED      no API key, or none that is known
     ├── ModelNotFound      404  NOT_FOUND            no such model, request or route
     ├── RequestTooLarge    413  OUT_OF_RANGE         a size above a stated cap
     ├── QueueFull          429  RESOURCE_EXHAUSTED   the waiting queue is at its bound; retryable
@@ -55,6 +56,14 @@ class InvalidRequest(PdserveError):
     code = "invalid_request"
     http_status = 400
     grpc_code = "INVALID_ARGUMENT"
+
+
+class Unauthenticated(PdserveError):
+    """The call brought no API key, or one that nobody has."""
+
+    code = "unauthenticated"
+    http_status = 401
+    grpc_code = "UNAUTHENTICATED"
 
 
 class ModelNotFound(PdserveError):
@@ -151,6 +160,7 @@ class UnsupportedModel(StartupError):
 
 _WIRE_ERRORS: tuple[type[PdserveError], ...] = (
     InvalidRequest,
+    Unauthenticated,
     ModelNotFound,
     RequestTooLarge,
     QueueFull,

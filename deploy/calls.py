@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from cluster.config import Role
 from deploy import commands
+from deploy.client import KEY_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,7 +39,16 @@ def calls_text(config: DeployConfig, arguments: Sequence[str] = ()) -> str:
         "queue": config.scheduling.max_queue_requests,
     }
     values["body"] = shlex.quote(_BODY.format_map(values))
+    values["keys"], values["curl_key"], values["grpcurl_key"] = _keys(config)
     return _CALLS.format_map(values)
+
+
+def _keys(config: DeployConfig) -> tuple[str, str, str]:
+    """Return what is said of API keys, and how curl and grpcurl give one."""
+    if not (config.auth.keys_file or config.auth.keys_env):
+        return "any API key", "", ""
+    entry = f'-H "authorization: Bearer ${KEY_VARIABLE}"'
+    return f"an API key, the calls above take it from {KEY_VARIABLE}", f" {entry}", f" {entry}"
 
 
 _BODY = """{{
@@ -46,7 +56,7 @@ _BODY = """{{
   "messages": [{{"role": "user", "content": "Tell me a short story."}}]}}"""
 
 _CALLS = """\
-curl {http}/v1/chat/completions -H 'content-type: application/json' -d {body}
+curl {http}/v1/chat/completions -H 'content-type: application/json'{curl_key} -d {body}
 
 {python} -c '
 from deploy.client import Client
@@ -55,13 +65,13 @@ with Client("{grpc}") as client:
         print(piece.text, end="", flush=True)
 print()'
 
-grpcurl -plaintext -d '{{"prompt": "Once upon a time", "max_tokens": 32}}' \\
+grpcurl -plaintext{grpcurl_key} -d '{{"prompt": "Once upon a time", "max_tokens": 32}}' \\
   {grpc} pdserve.v1.Inference/Generate
 
 {generate}
 {status}
 
-OpenAI clients take base_url {http}/v1 and any API key.
+OpenAI clients take base_url {http}/v1 and {keys}.
 limits: context {context} tokens, {slots} sequences decode at once, {kv} tokens of KV,
         {queue} requests may wait, deadline {deadline} s unless a request sets timeout_s
 

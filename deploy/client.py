@@ -3,11 +3,15 @@
 with Client("127.0.0.1:8001") as client:
     for piece in client.generate(messages=[("user", "Hello")], max_tokens=20):
         print(piece.text, end="")
+
+Where the cluster has API keys, ``Client(address, api_key=...)``; ``PDSERVE_API_KEY`` is taken where
+none is given. Fields of requests and answers are those of ``public_v1.proto``.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import os
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
@@ -16,21 +20,36 @@ from cluster.wire import public_v1_pb2 as pb
 from cluster.wire import public_v1_pb2_grpc as pb_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
 
-# The address is a door: a proxy of the environment has no part in it.
-_CHANNEL_OPTIONS = (("grpc.enable_http_proxy", 0),)
+    Prompt = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
+
+T = TypeVar("T")
+
+KEY_VARIABLE = "PDSERVE_API_KEY"
+_MAX_REPLY_BYTES = 256 << 20
+# The address is a door: a proxy of the environment has no part in it. An answer in one piece with
+# logprobs is larger than the 4 MB that gRPC takes unasked.
+_CHANNEL_OPTIONS = (
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.max_receive_message_length", _MAX_REPLY_BYTES),
+)
+_BY_CODE = errors.BY_CODE
 _BY_GRPC_CODE = {error.grpc_code: error for error in errors.BY_CODE.values()}
 
 
 class Client:
-    """A connection to one gRPC door; thread-safe, closed by ``close`` or by leaving ``with``."""
+    """A connection to one gRPC door; thread-safe, closed by ``close`` or by leaving ``with``.
 
-    def __init__(self, address: str) -> None:
+    Every method raises the PdserveError that the server's status stands for.
+    """
+
+    def __init__(self, address: str, *, api_key: str | None = None) -> None:
         self._channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
         self._stub = pb_grpc.InferenceStub(self._channel)
         self._address = address
+        self._metadata = tuple(authorization(api_key).items())
 
     def __enter__(self) -> Client:
         """Return the client itself."""
@@ -62,21 +81,18 @@ class Client:
     def generate(
         self,
         *,
-        prompt: str | None = None,
-        messages: Sequence[tuple[str, str]] = (),
+        prompt: Prompt | None = None,
+        messages: Sequence[tuple[str, str] | pb.Message] = (),
+        deadline_s: float | None = None,
         **options: Any,
     ) -> Iterator[pb.GenerateResponse]:
-        """Stream one choice; ``options`` are the other fields of GenerateRequest.
+        """Stream the choices; ``options`` are the other fields of GenerateRequest.
 
-        ``messages`` are (role, content) pairs. Leaving the iterator early cancels the request.
-        Raises the PdserveError that the server's status stands for.
+        ``prompt`` is a text, token ids, or a list of several of either; ``messages`` are (role,
+        content) pairs or Messages. Leaving the iterator early cancels the call.
         """
-        request = pb.GenerateRequest(**options)
-        if prompt is not None:
-            request.prompt = prompt
-        for role, content in messages:
-            request.chat.messages.add(role=role, content=content)
-        call = self._stub.Generate(request)
+        request = _request(prompt, messages, options)
+        call = self._stub.Generate(request, timeout=deadline_s, metadata=self._metadata)
         try:
             yield from call
         except grpc.RpcError as error:
@@ -84,15 +100,121 @@ class Client:
         finally:
             call.cancel()  # type: ignore[no-untyped-call]
 
-    def cancel(self, request_id: str, *, timeout_s: float = 5.0) -> bool:
-        """Stop a running request by the id its first message carried; False: it wasn't running."""
+    def generate_once(
+        self,
+        *,
+        prompt: Prompt | None = None,
+        messages: Sequence[tuple[str, str] | pb.Message] = (),
+        deadline_s: float | None = None,
+        **options: Any,
+    ) -> pb.GenerateOnceResponse:
+        """Return all choices in one piece; takes what ``generate`` takes."""
+        request = _request(prompt, messages, options)
+        return self._call(self._stub.GenerateOnce, request, deadline_s)
+
+    def cancel(
+        self, request_id: str = "", *, client_request_id: str = "", timeout_s: float = 5.0
+    ) -> bool:
+        """Stop a running call, by the id its messages carry or by its own; whether it was running.
+
+        ``client_request_id`` is what the call was given, by a client of the same tenant.
+        """
+        request = pb.CancelRequest(request_id=request_id, client_request_id=client_request_id)
+        return bool(self._call(self._stub.Cancel, request, timeout_s).was_running)
+
+    def tokenize(
+        self,
+        *,
+        prompt: str | None = None,
+        messages: Sequence[tuple[str, str] | pb.Message] = (),
+        timeout_s: float = 30.0,
+    ) -> list[int]:
+        """Return the token ids of a text or a chat."""
+        request = pb.TokenizeRequest()
+        if prompt is not None:
+            request.prompt = prompt
+        if messages:
+            request.chat.CopyFrom(_chat(messages))
+        return list(self._call(self._stub.Tokenize, request, timeout_s).tokens)
+
+    def detokenize(self, tokens: Sequence[int], *, timeout_s: float = 30.0) -> str:
+        """Return the text of token ids."""
+        request = pb.DetokenizeRequest(tokens=tokens)
+        return str(self._call(self._stub.Detokenize, request, timeout_s).prompt)
+
+    def models(self, *, timeout_s: float = 5.0) -> list[pb.Model]:
+        """Return the models that are served: one."""
+        answer = self._call(self._stub.ListModels, pb.ListModelsRequest(), timeout_s)
+        return list(answer.models)
+
+    def cluster(self, *, timeout_s: float = 5.0) -> pb.Cluster:
+        """Return workers, links and queue as the control plane sees them."""
+        return self._call(self._stub.GetCluster, pb.GetClusterRequest(), timeout_s)
+
+    def watch_cluster(self) -> Iterator[pb.Cluster]:
+        """Yield the cluster now and after each change, until the iterator is left."""
+        call = self._stub.WatchCluster(pb.GetClusterRequest(), metadata=self._metadata)
         try:
-            response = self._stub.Cancel(pb.CancelRequest(request_id=request_id), timeout=timeout_s)
+            yield from call
         except grpc.RpcError as error:
             raise _typed(error) from error
-        return bool(response.was_running)
+        finally:
+            call.cancel()  # type: ignore[no-untyped-call]
+
+    def _call(self, method: Callable[..., T], request: object, timeout_s: float | None) -> T:
+        try:
+            return method(request, timeout=timeout_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise _typed(error) from error
+
+
+def authorization(api_key: str | None = None) -> dict[str, str]:
+    """Return the header, or metadata entry, of a key: the variable's where none is given."""
+    key = os.environ.get(KEY_VARIABLE) if api_key is None else api_key
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
+def _request(
+    prompt: Prompt | None,
+    messages: Sequence[tuple[str, str] | pb.Message],
+    options: dict[str, Any],
+) -> pb.GenerateRequest:
+    request = pb.GenerateRequest(**options)
+    if isinstance(prompt, str):
+        request.prompt = prompt
+    elif prompt is not None and prompt and not isinstance(prompt[0], int):
+        for item in prompt:
+            request.prompts.prompts.append(
+                pb.Prompt(text=item)
+                if isinstance(item, str)
+                else pb.Prompt(ids=pb.TokenIds(ids=item))  # type: ignore[arg-type]
+            )
+    elif prompt is not None:
+        request.prompt_ids.CopyFrom(pb.TokenIds(ids=prompt))  # type: ignore[arg-type]
+    if messages:
+        request.chat.MergeFrom(_chat(messages))
+    return request
+
+
+def _chat(messages: Sequence[tuple[str, str] | pb.Message]) -> pb.Chat:
+    return pb.Chat(
+        messages=[
+            message
+            if isinstance(message, pb.Message)
+            else pb.Message(role=message[0], content=message[1])
+            for message in messages
+        ]
+    )
 
 
 def _typed(error: grpc.RpcError) -> errors.PdserveError:
-    kind = _BY_GRPC_CODE.get(error.code().name, errors.EngineFault)
-    return kind(error.details() or error.code().name)
+    entries: Any = error.trailing_metadata() or ()
+    trailing: dict[str, str] = dict(entries)
+    by_status = _BY_GRPC_CODE.get(error.code().name, errors.EngineFault)
+    kind = _BY_CODE.get(trailing.get("pdserve-code", ""), by_status)
+    retry_after = trailing.get("retry-after")
+    return kind(
+        error.details() or error.code().name,
+        field=trailing.get("pdserve-param"),
+        retry_after_s=float(retry_after) if retry_after else None,
+    )

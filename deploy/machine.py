@@ -227,9 +227,14 @@ def _first_number(tree: dict[str, Any], *names: str) -> int:
 def _tensor_bytes(pool: PoolConfig, facts: _ModelFacts) -> int:
     if pool.device is Device.CUDA:
         return 0
-    is_bf16 = pool.dtype is Dtype.BF16 or (pool.dtype is Dtype.AUTO and has_bf16())
-    elements = facts.num_parameters + pool.kv_tokens * facts.kv_elements
-    return elements * (2 if is_bf16 else 4)
+    kv_elements = pool.kv_tokens * facts.kv_elements
+    weight_bytes = facts.num_parameters * _element_bytes(pool.dtype)
+    return weight_bytes + kv_elements * _element_bytes(pool.stored_dtype)
+
+
+def _element_bytes(dtype: Dtype) -> int:
+    is_wide = dtype is Dtype.FP32 or (dtype is Dtype.AUTO and not has_bf16())
+    return 4 if is_wide else 2
 
 
 def _fixed_bytes(pool: PoolConfig) -> int:

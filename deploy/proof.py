@@ -11,6 +11,7 @@ import httpx
 
 from cluster.config import Role
 from cluster.errors import StartupError
+from deploy.client import authorization
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -84,7 +85,7 @@ def _ask(config: DeployConfig) -> Answer:
             finish_reason = choice["finish_reason"] or finish_reason
             sys.stdout.write(piece or "")
             sys.stdout.flush()
-        timeline = event.get("timeline") or timeline
+        timeline = event.get("pdserve", {}).get("timeline") or timeline
     return Answer(text=text, finish_reason=finish_reason, timeline=timeline)
 
 
@@ -105,7 +106,7 @@ def _events(config: DeployConfig) -> Iterator[dict[str, Any]]:
     base = f"http://{endpoints.host}:{endpoints.http_port}/v1"
     reason = ""
     # The doors are on this machine: a proxy of the environment has no part in it.
-    with httpx.Client(timeout=_TIMEOUT_S, trust_env=False) as client:
+    with httpx.Client(timeout=_TIMEOUT_S, trust_env=False, headers=authorization()) as client:
         for path, ask in asks.items():
             try:
                 with client.stream("POST", f"{base}/{path}", json=options | ask) as response:

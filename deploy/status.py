@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cluster.config import DeployConfig
-    from cluster.control.facts import ClusterView
+    from cluster.control.facts import ClusterView, WorkerView
 
 _TIMEOUT_S = 5.0
 
@@ -44,40 +44,70 @@ def _plain(value: object) -> object:
 
 
 def render(view: ClusterView) -> str:
-    """Return the view as text: workers, links, queue."""
-    workers = [
-        (
-            w.worker.worker_id,
-            w.worker.pool,
-            w.worker.role.value,
-            w.health.value,
-            f"{w.report.num_running}/{w.worker.num_slots}",
-            f"{w.worker.num_blocks - w.report.blocks.free}/{w.worker.num_blocks}",
-            str(w.report.num_waiting),
-            str(w.report.queued_tokens),
-            str(w.worker.pid),
-        )
-        for w in view.workers
-    ]
-    links = [
-        (
-            f"{link.prefill_worker_id} -> {link.decode_worker_id}",
-            f"{link.alpha_s * 1e3:.2f} ms",
-            f"{link.beta_bytes_per_s / 2**30:.2f} GiB/s",
-            str(link.num_transfers),
-            f"{link.num_bytes / 2**20:.1f} MiB",
-            f"{link.last_s * 1e3:.2f} ms",
-        )
-        for link in view.links
-    ]
+    """Return the view as text: workers, links, refused workers where there are any, queue."""
     queue = (
         f"queue: {view.num_waiting}/{view.max_queue_requests} requests, "
         f"{view.waiting_tokens} prompt tokens; granted: {view.num_granted}; "
         f"routers: {view.num_routers}; term: {view.term}"
     )
-    head = ("worker", "pool", "role", "health", "slots", "blocks", "waiting", "queued", "pid")
-    link_head = ("pair", "alpha", "beta", "transfers", "moved", "last")
-    return "\n\n".join([table(head, workers), table(link_head, links), queue])
+    parts = [_workers(view), _links(view)]
+    if view.refused:
+        parts.append(_refused(view))
+    return "\n\n".join([*parts, queue])
+
+
+def _workers(view: ClusterView) -> str:
+    head = (
+        "worker", "pool", "role", "health", "slots",
+        "free", "cached", "held", "importing", "fenced", "waiting", "queued", "pid",
+    )  # fmt: skip
+    return table(head, [_worker(worker) for worker in view.workers])
+
+
+def _worker(view: WorkerView) -> tuple[str, ...]:
+    worker, report, blocks = view.worker, view.report, view.report.blocks
+    counts = (blocks.free, blocks.cached, blocks.held, blocks.importing, blocks.fenced)
+    return (
+        worker.worker_id,
+        worker.pool,
+        worker.role.value,
+        view.health.value,
+        f"{report.num_running}/{worker.num_slots}",
+        *(str(count) for count in counts),
+        str(report.num_waiting),
+        str(report.queued_tokens),
+        str(worker.pid),
+    )
+
+
+def _links(view: ClusterView) -> str:
+    links = [
+        (
+            f"{link.prefill_worker_id} -> {link.decode_worker_id}",
+            link.transport or "-",
+            f"{link.alpha_s * 1e3:.2f} ms",
+            f"{link.beta_bytes_per_s / 2**30:.2f} GiB/s",
+            _mib(link.in_flight_bytes),
+            str(link.num_transfers),
+            _mib(link.num_bytes),
+            f"{link.last_s * 1e3:.2f} ms",
+        )
+        for link in view.links
+    ]
+    head = ("pair", "transport", "alpha", "beta", "in flight", "transfers", "moved", "last")
+    return table(head, links)
+
+
+def _refused(view: ClusterView) -> str:
+    refused = [
+        (refusal.worker_id, refusal.pool, f"{refusal.age_s:.0f} s ago", refusal.reason)
+        for refusal in view.refused
+    ]
+    return table(("refused", "pool", "tried", "reason"), refused)
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

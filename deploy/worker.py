@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import secrets
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from cluster.engine.scheduler import StepScheduler
 from cluster.engine.step_model import StepModel
 from cluster.errors import EngineFault, StartupError, WorkerLost
 from cluster.kv.block_pool import BlockPool
+from cluster.kv.prefix_index import PrefixIndex
 from cluster.request import Peer
 from cluster.rpc.errands import Errands
 from cluster.rpc.leg_rules import LegRules
@@ -33,8 +35,9 @@ from cluster.rpc.link_dialer import LinkDialer
 from cluster.rpc.server import WorkerServer
 from decode_worker.inbox import Inbox
 from decode_worker.streams import DecodeHalf
+from deploy.worker_faults import WorkerFaults
 from deploy.worker_legs import WorkerLegs
-from deploy.worker_parts import WorkerParts, load_parts
+from deploy.worker_parts import WorkerParts, link_limits, load_parts
 from deploy.worker_report import WorkerReporter
 from deploy.worker_watch import WorkerWatch
 from prefill_worker.intake import PrefillHalf
@@ -54,12 +57,13 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 60.0
 """For the control plane to accept a worker, which may start before it."""
 _ENGINE_STOP_S = 5.0
+_PREFIX_KEY_BYTES = 32
 
 
 class Worker:
     """Composes a worker. ``start`` returns when it is registered; ``stop`` is idempotent."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (what it is made of, and where it is)
         self,
         config: DeployConfig,
         pool: PoolConfig,
@@ -67,13 +71,16 @@ class Worker:
         *,
         worker_id: str,
         control_address: str,
+        port: int = 0,
         clock: Clock | None = None,
     ) -> None:
+        """``port`` 0 takes any that is free."""
         self.worker_id = worker_id
         self.incarnation = uuid.uuid4().hex
         self._config = config
         self._control_address = control_address
-        self._parts = parts
+        self._faults = WorkerFaults(config)
+        self._parts = parts = self._faults.parts(parts)
         self._clock = clock or SystemClock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._fault: asyncio.Future[BaseException] | None = None
@@ -82,7 +89,7 @@ class Worker:
         self._leaving: asyncio.Task[None] | None = None
         self._is_stopping = False
         self._errands = Errands(call_soon=self._call_soon, on_failure=self._fail)
-        self._pool = BlockPool(pool.num_blocks)
+        self._pool = BlockPool(pool.num_blocks, self._make_prefix(pool))
         self._engine = self._make_engine(pool)
         self._dialer: LinkDialer | None = None
         self._acceptor: LinkAcceptor | None = None
@@ -95,7 +102,13 @@ class Worker:
             on_fault=self._fail,
         )
         self._server = WorkerServer(
-            self.legs, self._acceptor, incarnation=self.incarnation, host=config.endpoints.host
+            self._faults.legs(self.legs),
+            self._acceptor,
+            incarnation=self.incarnation,
+            host=config.endpoints.host,
+            port=port,
+            services=self._faults.services(),
+            beat=self._engine.beat,
         )
         self._reporter = WorkerReporter(
             pool=pool,
@@ -112,6 +125,7 @@ class Worker:
             on_abort_grant=self.legs.abort_grant,
             clock=self._clock,
         )
+        self._report.set_tap(self._faults.tap())
         self.me = Peer(worker_id=worker_id, incarnation=self.incarnation, address="")
 
     @classmethod
@@ -124,6 +138,7 @@ class Worker:
         model_path: Path,
         control_address: str,
         cores: tuple[int, ...] = (),
+        port: int = 0,
         transport: Transport | None = None,
     ) -> Worker:
         """Load the model and make a worker of it; blocks for seconds, on any thread.
@@ -132,7 +147,9 @@ class Worker:
         given where the deploy file's cannot be made from itself (loopback).
         """
         parts = load_parts(config, pool, model_path, cores=cores, transport=transport)
-        return cls(config, pool, parts, worker_id=worker_id, control_address=control_address)
+        return cls(
+            config, pool, parts, worker_id=worker_id, control_address=control_address, port=port
+        )
 
     @property
     def fault(self) -> asyncio.Future[BaseException]:
@@ -193,6 +210,16 @@ class Worker:
 
     # ---- composition
 
+    def _make_prefix(self, pool: PoolConfig) -> PrefixIndex | None:
+        if not pool.prefix_cache:
+            return None
+        # Nobody else names blocks of this pool, so nobody else needs to know the key.
+        return PrefixIndex(
+            key=secrets.token_bytes(_PREFIX_KEY_BYTES),
+            model_fingerprint=self._parts.layout.model_fingerprint,
+            block_size=pool.block_size,
+        )
+
     def _make_engine(self, pool: PoolConfig) -> EngineLoop:
         scheduler = StepScheduler(
             self._pool,
@@ -237,6 +264,7 @@ class Worker:
             lease_s=self._config.limits.export_lease_s,
             make_dialer=self._make_dialer,
             errands=self._errands,
+            streams=self._config.limits.stream_kv,
         )
         return PrefillHalf(
             engine=self._engine,
@@ -252,7 +280,8 @@ class Worker:
             me=self._link_name(),
             layout=self._parts.layout,
             transport=self._parts.transport,
-            events=events,
+            limits=link_limits(self._config.limits, self._parts.layout),
+            events=self._faults.link_events(events),
         )
         return self._dialer
 
@@ -263,13 +292,15 @@ class Worker:
             layout=self._parts.layout,
             clock=self._clock,
             lease_s=self._config.limits.export_lease_s,
+            patience_s=self._config.limits.reserve_patience_s,
             errands=self._errands,
         )
         self._acceptor = LinkAcceptor(
             me=self._link_name(),
             layout=self._parts.layout,
             transport=self._parts.transport,
-            events=inbox,
+            limits=link_limits(self._config.limits, self._parts.layout),
+            events=self._faults.link_events(inbox),
         )
         return DecodeHalf(
             engine=self._engine,

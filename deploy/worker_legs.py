@@ -12,7 +12,7 @@ from cluster.request import LegEnd, LegKind
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cluster.request import Leg, LegKey
+    from cluster.request import Leg, LegKey, Redirect
     from cluster.rpc.leg_rules import LegRules
     from cluster.rpc.legs import LegSink
     from decode_worker.streams import DecodeHalf
@@ -49,7 +49,8 @@ class WorkerLegs:
 
     def start_leg(self, leg: Leg, sink: LegSink) -> None:
         """Take a leg, or end it at once with the reason."""
-        if any(leg.key in half.book for half in self.halves):
+        is_renewed = self.decode is not None and self.decode.may_renew(leg, sink)
+        if not is_renewed and any(leg.key in half.book for half in self.halves):
             self._refuse_double(leg, sink)
             return
         try:
@@ -68,6 +69,18 @@ class WorkerLegs:
         """Give a leg up, whichever half has it."""
         for half in self.halves:
             half.abort_leg(key, cause)
+
+    def redirect_leg(self, redirect: Redirect) -> None:
+        """Pass a waiting export on to another decode worker; a bad redirect ends its leg."""
+        if self.prefill is None:
+            return
+        try:
+            self._rules.check_redirect(redirect)
+        except InvalidRequest as error:
+            logger.warning("leg=%s redirect refused: %s", redirect.key, error.message)
+            self.prefill.abort_leg(redirect.key, AbortCause.FAULT)
+            return
+        self.prefill.redirect_leg(redirect)
 
     def router_lost(self, sink: LegSink) -> None:
         """Give up the legs of a router that is gone."""

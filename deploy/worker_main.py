@@ -40,6 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
             model_path=options.model_path,
             control_address=options.control,
             cores=options.cores,
+            port=options.port,
         )
         return asyncio.run(_serve(worker))
     except StartupError as error:
@@ -84,6 +85,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model-path", type=Path, required=True)
     parser.add_argument("--control", required=True, metavar="ADDRESS")
     parser.add_argument("--cores", type=_cores, default=(), help="e.g. 0,1; all if not given")
+    parser.add_argument("--port", type=int, default=0, help="to listen on; any if not given")
     return parser.parse_args(arguments)
 
 

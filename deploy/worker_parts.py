@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ import torch
 from transformers.utils import logging as hf_logging
 
 from cluster.clock import Clock, SystemClock
-from cluster.config import DeployConfig, PoolConfig, TransportKind
+from cluster.config import DeployConfig, LimitsConfig, PoolConfig, TransportKind
 from cluster.engine.loop import Runner
 from cluster.engine.plan import Plan, Scheduled
 from cluster.engine.runner import ModelRunner
@@ -21,7 +22,10 @@ from cluster.kv.cache import PagedCache
 from cluster.kv.layout import KVLayout
 from cluster.model.loader import load_model
 from cluster.request import LegKey, SamplingParams
+from cluster.transport.auto import AutoTransport
 from cluster.transport.base import Transport
+from cluster.transport.shm import ShmTransport
+from cluster.transport.staging import TransferLimits
 from cluster.transport.torch_dist import TorchDistTransport
 from deploy.cores import pin_process
 from deploy.heap import keep_freed_memory
@@ -83,7 +87,7 @@ def load_parts(
     torch.set_num_threads(num_threads)
     device = torch.device(pool.device.value)
     loaded = load_model(model_path, dtype=pool.dtype, device=device)
-    layout = loaded.layout(pool.block_size)
+    layout = loaded.layout(pool.block_size, pool.kv_dtype)
     cache = PagedCache(layout, pool.num_blocks, device)
     runner = ModelRunner(loaded, cache)
     max_model_len = min(config.model.max_model_len, loaded.max_model_len)
@@ -146,9 +150,26 @@ def measure_speed(runner: Runner, pool: PoolConfig, max_model_len: int, clock: C
 
 
 def _make_transport(kind: TransportKind, device: str) -> Transport:
-    if kind is TransportKind.LOOPBACK:
-        raise StartupError(
-            "transport loopback moves KV inside one process only; use host inline, "
-            "or transport torch_dist"
-        )
-    return TorchDistTransport(device=device)
+    match kind:
+        case TransportKind.LOOPBACK:
+            raise StartupError(
+                "transport loopback moves KV inside one process only; use host inline, "
+                "or transport auto"
+            )
+        case TransportKind.TORCH_DIST:
+            return TorchDistTransport(device=device)
+        case TransportKind.SHM | TransportKind.AUTO if sys.platform != "linux":
+            raise StartupError(f"transport {kind.value} needs Linux; use transport torch_dist")
+        case TransportKind.SHM:
+            return ShmTransport(device=device)
+        case TransportKind.AUTO:
+            return AutoTransport(device=device)
+
+
+def link_limits(limits: LimitsConfig, layout: KVLayout) -> TransferLimits:
+    """Return how a worker's links move blocks of its layout."""
+    return TransferLimits(
+        staging_bytes=max(TransferLimits().staging_bytes, layout.block_bytes),
+        has_digest=limits.kv_digest,
+        idle_s=limits.link_idle_s,
+    )

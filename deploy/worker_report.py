@@ -71,7 +71,13 @@ class WorkerReporter:
                 grants.update(half.book.grants())
         transfers = prefill.outbox.take_transfers() if prefill is not None else ()
         return WorkerReport(
-            blocks=BlockCounts(free=counts.free, held=counts.held, importing=counts.importing),
+            blocks=BlockCounts(
+                free=counts.free,
+                held=counts.held,
+                importing=counts.importing,
+                cached=counts.cached,
+                fenced=counts.fenced,
+            ),
             num_running=snapshot.num_running,
             num_waiting=snapshot.num_waiting
             + (decode.inbox.num_waiting if decode is not None else 0),
@@ -89,6 +95,7 @@ class WorkerReporter:
                     peer_worker_id=transfer.peer_worker_id,
                     num_bytes=transfer.num_bytes,
                     seconds=transfer.seconds,
+                    transport=transfer.transport,
                 )
                 for transfer in transfers
             ),
@@ -124,9 +131,11 @@ class WorkerReporter:
             "legs_handed_over": legs["handed_over"],
             "legs_finished_at_prefill": legs["finished_at_prefill"],
             "prefilled_tokens": snapshot.prefilled_tokens,
+            "cached_tokens": snapshot.cached_tokens,
             "generated_tokens": snapshot.generated_tokens,
             "preemptions": snapshot.num_preemptions,
-            "pool_checks": self._watch.num_pool_checks,
+            "kv_checks": self._watch.num_pool_checks,
+            "kv_check_failures": self._watch.num_pool_faults,
         }
         for reason in FinishReason:
             counters[f"legs_finished_{reason.value}"] = legs[reason.value]
@@ -141,4 +150,5 @@ class WorkerReporter:
             counters["imports_ok"] = taken["committed"]
             counters["imports_failed"] = taken["failed"]
             counters["import_bytes"] = taken["bytes"]
+            counters["segments_dropped"] = taken["dropped_segments"]
         return counters

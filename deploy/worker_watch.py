@@ -49,7 +49,9 @@ class WorkerWatch:
         self._idle_since: float | None = None
         self._num_legs_checked = 0
         self.num_pool_checks = 0
-        """Checks of the pool that found every block in its one place."""
+        """Checks of the pool's books, those that failed included."""
+        self.num_pool_faults = 0
+        """Checks that failed; the first one ends the worker."""
 
     async def run(self) -> None:
         """Tick until cancelled, or until a tick fails."""
@@ -80,5 +82,9 @@ class WorkerWatch:
             self._idle_since = now
         elif now - self._idle_since >= _IDLE_S:
             self._num_legs_checked = num_legs
-            self._pool.check()
             self.num_pool_checks += 1
+            try:
+                self._pool.check()
+            except AssertionError:
+                self.num_pool_faults += 1
+                raise

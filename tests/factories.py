@@ -9,7 +9,8 @@ from cluster.engine.scheduler import StepScheduler
 from cluster.engine.sequence import Sequence
 from cluster.errors import Cancelled, PdserveError
 from cluster.kv.block_pool import BlockPool
-from cluster.request import LegKey, SamplingParams
+from cluster.kv.prefix_index import PrefixIndex
+from cluster.request import LegKey, PromptLogprobs, SamplingParams, TokenLogprobs
 
 EOS_ID = 0
 """The end token of the fake model; drawn only where a script says so."""
@@ -48,6 +49,12 @@ def make_params(max_tokens: int = 8, **fields) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, **fields)
 
 
+def make_prefix_index(model_fingerprint: str = "tiny", block_size: int = BLOCK_SIZE) -> PrefixIndex:
+    return PrefixIndex(
+        key=b"a key for tests.", model_fingerprint=model_fingerprint, block_size=block_size
+    )
+
+
 def make_prompt(num_tokens: int, request_id: str = "r") -> tuple[int, ...]:
     """Tokens that tell one request from another, and one position from the next."""
     return tuple(_number("prompt", request_id, i) for i in range(num_tokens))
@@ -82,14 +89,18 @@ def _number(*parts: object) -> int:
     return 1 + int.from_bytes(digest, "little") % 30_000
 
 
+_NOTHING = (0, 0)
+"""What stands before a sequence's first token."""
+
+
 class FakeRunner:
     """A model that draws by (request, choice, output index) and distrusts its scheduler.
 
-    It remembers which token of which request was written to which slot of which block, and
-    fails when a share's history isn't exactly there, when a position is computed again with
-    another token than before, or when a drawn token isn't the next one it is given. With
-    ``kv_of_others=True`` it takes blocks it has never written (imported by a real cache) on
-    trust.
+    It remembers for each slot of each block the token written there and all that came before it,
+    and fails when a share's history isn't exactly there, when a position is computed again with
+    another token than before, or when a drawn token isn't the next one it is given. Who wrote a
+    history doesn't matter: blocks may be shared. With ``kv_of_others=True`` it takes blocks it
+    has never written (imported by a real cache) on trust.
     """
 
     def __init__(
@@ -111,7 +122,8 @@ class FakeRunner:
         """Called inside every run, before the outcome: blocks, aborts or raises as a test likes."""
         self.kv_of_others = kv_of_others
         self.plans: list[Plan] = []
-        self._slots: dict[tuple[int, int], tuple[str, int, int]] = {}
+        self._slots: dict[tuple[int, int], tuple[int, int]] = {}
+        """(block, offset) -> (token, digest of it and all before it)."""
         self._token_at: dict[tuple[str, int, int], int] = {}
 
     def run(self, plan: Plan) -> Outcome:
@@ -128,12 +140,25 @@ class FakeRunner:
             if share.is_sampled:
                 end = share.start + len(share.token_ids)
                 self._token_at[self._place(share.key, end)] = sampled[share.key]
-        return Outcome(sampled)
+        scored = (s for s in plan.shares if s.needs is not None and s.needs.scored_ids)
+        scores = {share.key: (self.score(share),) for share in scored}
+        return Outcome(sampled, prompt_logprobs=scores)
+
+    def score(self, share: Scheduled) -> PromptLogprobs:
+        """The fake log-probability of a prompt token is minus its position."""
+        start, ids = share.needs.scored_from, share.needs.scored_ids
+        entries = (TokenLogprobs(-float(start + i)) for i in range(len(ids)))
+        return PromptLogprobs(share.key, start, tuple(entries))
 
     def draw(self, share: Scheduled) -> int:
         key, index = share.key, share.output_index
         usual = _number("draw", key.request_id, key.choice, index)
         return self.script.get((key.request_id, index), usual)
+
+    def expect(self, sequence: Sequence) -> None:
+        """Know a sequence's tokens, so that KV which it found is compared with them too."""
+        for position, token_id in enumerate(sequence.token_ids(0, sequence.num_tokens)):
+            self._token_at.setdefault(self._place(sequence.key, position), token_id)
 
     def imported(self, sequence: Sequence, block_ids: Iterable[int]) -> None:
         """Write the KV of a sequence's computed tokens, as a handoff would have."""
@@ -148,7 +173,8 @@ class FakeRunner:
         place = self._place(key, position)
         known = self._token_at.setdefault(place, token_id)
         assert known == token_id, f"{key}: token {token_id} at {position} was {known} before"
-        self._slots[self._slot(block_ids, position)] = place
+        before = self._slots.get(self._slot(block_ids, position - 1)) if position else _NOTHING
+        self._slots[self._slot(block_ids, position)] = (token_id, hash((before, token_id)))
 
     def _place(self, key: LegKey, position: int) -> tuple[str, int, int]:
         return key.request_id, key.choice, position
@@ -161,13 +187,17 @@ class FakeRunner:
         assert share.token_ids, f"{share.key}: an empty share"
         end = share.start + len(share.token_ids)
         assert len(share.block_ids) == -(-end // self.block_size), f"{share.key}: wrong blocks"
+        before: tuple[int, int] | None = _NOTHING
         for position in range(share.start):
             found = self._slots.get(self._slot(share.block_ids, position))
-            if found is None and self.kv_of_others:
-                continue
-            assert found is not None, f"{share.key}: position {position} was never computed"
-            owner = self._place(share.key, position)
-            assert found == owner, f"{share.key}: {owner} overwritten by {found}"
+            assert found is not None or self.kv_of_others, (
+                f"{share.key}: position {position} was never computed"
+            )
+            if before is not None and found is not None:
+                token_id = self._token_at.get(self._place(share.key, position), found[0])
+                is_ours = found == (token_id, hash((before, token_id)))
+                assert is_ours, f"{share.key}: position {position} is another's"
+            before = found
 
 
 class EventLog:
@@ -177,6 +207,8 @@ class EventLog:
         self.started: list[LegKey] = []
         self.tokens: dict[LegKey, list[int]] = {}
         self.first_index: dict[LegKey, int] = {}
+        self.logprobs: dict[LegKey, list[TokenLogprobs | None]] = {}
+        self.prompt_logprobs: dict[LegKey, list[TokenLogprobs]] = {}
         self.ends: dict[LegKey, SequenceEnd] = {}
         self.batches: list[StepEvents] = []
 
@@ -189,6 +221,11 @@ class EventLog:
             first = self.first_index.setdefault(token.key, token.output_index)
             assert token.output_index == first + len(got), f"{token.key}: a token out of order"
             got.append(token.token_id)
+            self.logprobs.setdefault(token.key, []).append(token.logprobs)
+        for run in events.prompt_logprobs:
+            scores = self.prompt_logprobs.setdefault(run.key, [])
+            assert run.start == 1 + len(scores), f"{run.key}: prompt scores out of order"
+            scores.extend(run.entries)
         for end in events.ends:
             assert end.key not in self.ends, f"{end.key}: ended twice"
             self.ends[end.key] = end
@@ -206,9 +243,10 @@ class Engine:
         chunk_tokens: int = 0,
         max_model_len: int = 1000,
         runner: FakeRunner | None = None,
+        has_prefix_cache: bool = False,
     ) -> None:
         self.clock = FakeClock()
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks, make_prefix_index() if has_prefix_cache else None)
         self.scheduler = StepScheduler(
             self.pool, BLOCK_SIZE, max_num_seqs, token_budget, chunk_tokens, max_model_len
         )
@@ -219,6 +257,7 @@ class Engine:
         """Queue a fresh sequence, arriving now."""
         fields.setdefault("arrived", self.clock.now())
         sequence = make_sequence(request_id, **fields)
+        self.runner.expect(sequence)
         self.scheduler.add(sequence)
         return sequence
 
@@ -266,7 +305,7 @@ class Engine:
         return self.log.ends[sequence.key]
 
     def assert_idle(self) -> None:
-        """Nothing waits or runs, and every block is free."""
+        """Nothing waits or runs, and every block is free or cached."""
         self.pool.check()
         assert (self.scheduler.num_running, self.scheduler.num_waiting) == (0, 0)
         assert self.pool.num_free == self.pool.num_blocks

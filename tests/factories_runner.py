@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from cluster.config import Dtype
 from cluster.engine.plan import Plan, Scheduled
 from cluster.engine.runner import ModelRunner
 from cluster.kv.cache import PagedCache
@@ -43,8 +44,15 @@ class Line:
 class Driver:
     """Makes plans without a scheduler: every line each step, prompts in chunks."""
 
-    def __init__(self, loaded: LoadedModel, *, num_blocks: int = 128, block_size: int = 16) -> None:
-        self.cache = PagedCache(loaded.layout(block_size), num_blocks, loaded.device)
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        num_blocks: int = 128,
+        block_size: int = 16,
+        kv_dtype: Dtype = Dtype.AUTO,
+    ) -> None:
+        self.cache = PagedCache(loaded.layout(block_size, kv_dtype), num_blocks, loaded.device)
         self.runner = ModelRunner(loaded, self.cache)
         self.lines: list[Line] = []
         self._free = list(range(num_blocks))

@@ -2,89 +2,219 @@
 
 The value is the *exposed transfer* as the prefill worker measures it: from the first token until
 the decode worker's COMMIT has come back. Requests go one at a time, each with a new prompt, so the
-decode worker is idle. A run is 30 requests and counts their median; the reference is raw Gloo for
-the same bytes, between two processes on the same two cores, in the pauses between the requests.
+decode worker is idle. For each transport three pairs of workers run, of which one works at a time,
+in turns: ``whole`` computes a prompt in one step and sends it then, ``chunked`` computes it in
+chunks and sends each while the next is computed, ``digest`` does the same with digests. A run is 30
+turns and counts medians. Raw Gloo moves the same bytes between two processes on the same two
+cores, in the pauses between the requests.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import dataclasses
 import os
 import random
 import statistics
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cluster.config import Role
+from cluster.config import Role, TransportKind
 from cluster.errors import HandoffFailed
-from cluster.wire import public_v1_pb2 as pb
-from deploy.bench.gloo_pair import gloo_pair
+from deploy.bench.cluster import bench_config
+from deploy.bench.gloo_pair import GlooPair, gloo_pair
 from deploy.bench.report import Bar, Row, Run, row_of
 from deploy.bench.site import prompt_ids
-from deploy.client import Client
+from deploy.bench.worker_pair import WorkerPair, worker_pair
 
 if TYPE_CHECKING:
-    from deploy.bench.site import Doors, Site
+    from collections.abc import Iterator, Sequence
+
+    from cluster.config import DeployConfig
+    from cluster.lifetime import LegTimes
+    from deploy.bench.site import Site
 
 NAME = "handoff"
-_BAR = Bar(subject="value", relation="<=", limit=10.0)
 _WARM_UPS = 3
+_WHOLE_LIMIT_MS = 10.0
+_EXPOSED_LIMIT_MS = {TransportKind.TORCH_DIST: 5.0, TransportKind.SHM: 3.0}
+_PREFILL_LIMIT = 1.03
+_TITLES = {TransportKind.TORCH_DIST: "Gloo", TransportKind.SHM: "shared memory"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffSize:
-    """How much is measured; the default is what the bar speaks of."""
+    """How much is measured; the default is what the bars speak of."""
 
     num_tokens: int = 512
+    chunk_tokens: int = 128
     num_bytes: int = 32 * 368_640
     """What has to move: blocks of 16 tokens of the trial model in bf16."""
     num_requests: int = 30
     num_runs: int = 3
 
 
-def measure(site: Site, doors: Doors, size: HandoffSize | None = None) -> list[Row]:
-    """Return the one row; raises HandoffFailed where other bytes moved than should have."""
-    size = size or HandoffSize()
-    draw = random.Random(1)
-    cores = [_core(doors, role) for role in (Role.PREFILL, Role.DECODE)]
-    runs = []
-    with (
-        closing(site.progress(NAME, size.num_runs * size.num_requests, "request")) as bar,
-        gloo_pair(size.num_bytes, *cores) as pair,
-        Client(doors.grpc) as client,
-    ):
-        pair.transfer(_WARM_UPS)
-        for _ in range(_WARM_UPS):
-            _exposed_s(client, draw, size)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Medians:
+    """One run of one kind of pair."""
+
+    exposed_ms: float
+    prefill_ms: float
+    """From the leg's arrival to its first token."""
+
+
+def measure(
+    site: Site, size: HandoffSize | None = None, config: DeployConfig | None = None
+) -> list[Row]:
+    """Return four rows for each transport.
+
+    Raises HandoffFailed where other bytes moved than should have.
+    """
+    size, config = size or HandoffSize(), config or bench_config("trial.yaml")
+    rows = []
+    for transport in _TITLES:
+        on_transport = dataclasses.replace(config, transport=transport)
+        rows += asyncio.run(_measure(site, size, on_transport))
+    return rows
+
+
+async def _measure(site: Site, size: HandoffSize, config: DeployConfig) -> list[Row]:
+    cores = [_core(config, role) for role in (Role.PREFILL, Role.DECODE)]
+    title = f"{NAME}, {_TITLES[config.transport]}"
+    async with contextlib.AsyncExitStack() as stack:
+        bar = site.progress(title, size.num_runs * size.num_requests, "turn")
+        stack.enter_context(closing(bar))
+        stack.enter_context(_beside(config.service_cores))
+        turns = _Turns(
+            size=size,
+            raw=stack.enter_context(gloo_pair(size.num_bytes, *cores)),
+            pairs={
+                name: await stack.enter_async_context(worker_pair(changed, site.folder))
+                for name, changed in _variants(config, size.chunk_tokens).items()
+            },
+            on_turn=bar.update,
+        )
+        await turns.warm_up()
         for _ in range(size.num_runs):
-            ours, raw = [], []
-            for _ in range(size.num_requests):
-                ours.append(_exposed_s(client, draw, size))
-                raw.extend(pair.transfer(1))
-                bar.update()
-            runs.append(Run(statistics.median(ours) * 1e3, statistics.median(raw) * 1e3))
-    what = f"exposed for {size.num_tokens} tokens, {size.num_bytes / 1e6:.1f} MB, vs raw Gloo"
-    return [row_of(NAME, what, "ms", runs, _BAR)]
+            await turns.run()
+    return _rows(config.transport, size, turns.runs, turns.raw_ms)
 
 
-def _core(doors: Doors, role: Role) -> int:
-    """Return the core of a pool's first worker; any core where the pool is not pinned."""
-    cores = next(pool.cores for pool in doors.config.pools if pool.role is role)
-    return cores[0] if cores else min(os.sched_getaffinity(0))
+@dataclass(slots=True, kw_only=True)
+class _Turns:
+    """Lets every pair, and raw Gloo, move the same bytes in turns."""
+
+    size: HandoffSize
+    raw: GlooPair
+    pairs: Mapping[str, WorkerPair]
+    on_turn: Callable[[], object]
+    draw: random.Random = field(default_factory=lambda: random.Random(1))
+    runs: dict[str, list[_Medians]] = field(default_factory=lambda: defaultdict(list))
+    raw_ms: list[float] = field(default_factory=list)
+
+    async def warm_up(self) -> None:
+        """Make the first calls, which cost more."""
+        self.raw.transfer(_WARM_UPS)
+        for pair in self.pairs.values():
+            for _ in range(_WARM_UPS):
+                await _request(pair, self.draw, self.size)
+
+    async def run(self) -> None:
+        """Make one run of everything."""
+        times: dict[str, list[LegTimes]] = defaultdict(list)
+        raw_s: list[float] = []
+        for _ in range(self.size.num_requests):
+            for name, pair in self.pairs.items():
+                times[name].append(await _request(pair, self.draw, self.size))
+            raw_s += self.raw.transfer(1)
+            self.on_turn()
+        self.raw_ms.append(1e3 * statistics.median(raw_s))
+        for name, of_pair in times.items():
+            self.runs[name].append(_medians(of_pair))
 
 
-def _exposed_s(client: Client, draw: random.Random, size: HandoffSize) -> float:
-    """Send one request and return its exposed transfer, once it has been checked."""
-    prompt = pb.TokenIds(ids=prompt_ids(size.num_tokens, draw))
-    # Two tokens: one alone would end the request at the prefill worker.
-    pieces = client.generate(
-        prompt_ids=prompt, max_tokens=2, temperature=0.0, ignore_eos=True, timeline=True
+def _medians(times: Sequence[LegTimes]) -> _Medians:
+    return _Medians(
+        exposed_ms=1e3 * statistics.median(each.exposed_s for each in times),
+        prefill_ms=1e3 * statistics.median(each.queue_s + each.compute_s for each in times),
     )
-    prefill = list(pieces)[-1].timeline.prefill
-    if prefill.transfer_bytes != size.num_bytes:
+
+
+@contextlib.contextmanager
+def _beside(cores: tuple[int, ...]) -> Iterator[None]:
+    """Keep this process where routers and the control plane would be."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores or before)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+async def _request(pair: WorkerPair, draw: random.Random, size: HandoffSize) -> LegTimes:
+    """Send one prompt; returns its times, once the bytes were counted."""
+    times = await pair.request(prompt_ids(size.num_tokens, draw))
+    if times.transfer_bytes != size.num_bytes:
         raise HandoffFailed(
-            f"{prefill.transfer_bytes} bytes moved for {size.num_tokens} tokens, "
+            f"{times.transfer_bytes} bytes moved for {size.num_tokens} tokens, "
             f"{size.num_bytes} should have",
             stage="bench",
         )
-    return float(prefill.exposed_s)
+    return times
+
+
+def _variants(config: DeployConfig, chunk_tokens: int) -> dict[str, DeployConfig]:
+    def changed(chunk: int, *, has_digest: bool) -> DeployConfig:
+        pools = tuple(
+            dataclasses.replace(pool, chunk_tokens=chunk) if pool.role is Role.PREFILL else pool
+            for pool in config.pools
+        )
+        limits = dataclasses.replace(config.limits, kv_digest=has_digest)
+        return dataclasses.replace(config, pools=pools, limits=limits)
+
+    return {
+        "whole": changed(0, has_digest=False),
+        "chunked": changed(chunk_tokens, has_digest=False),
+        "digest": changed(chunk_tokens, has_digest=True),
+    }
+
+
+def _rows(
+    transport: TransportKind,
+    size: HandoffSize,
+    runs: Mapping[str, list[_Medians]],
+    raw_ms: list[float],
+) -> list[Row]:
+    whole, chunked, digest = (runs[name] for name in ("whole", "chunked", "digest"))
+    through = _TITLES[transport]
+    tokens = f"{size.num_tokens} tokens, {size.num_bytes / 1e6:.1f} MB, {through}"
+    chunks = f"in chunks of {size.chunk_tokens}"
+
+    def exposed(of: list[_Medians], reference: list[float]) -> list[Run]:
+        return [Run(run.exposed_ms, other) for run, other in zip(of, reference, strict=True)]
+
+    whole_ms = [run.exposed_ms for run in whole]
+    chunked_ms = [run.exposed_ms for run in chunked]
+    prefill = [
+        Run(run.prefill_ms, other.prefill_ms) for run, other in zip(chunked, whole, strict=True)
+    ]
+    limit_ms = Bar(subject="value", relation="<=", limit=_EXPOSED_LIMIT_MS[transport])
+    whole_limit = Bar(subject="value", relation="<=", limit=_WHOLE_LIMIT_MS)
+    prefill_limit = Bar(subject="ratio", relation="<=", limit=_PREFILL_LIMIT)
+    rows = (
+        (f"exposed, whole: {tokens}, vs raw Gloo", exposed(whole, raw_ms), whole_limit),
+        (f"exposed, {chunks}: {tokens}, vs whole", exposed(chunked, whole_ms), limit_ms),
+        (f"exposed, {chunks}, digest: {tokens}, vs none", exposed(digest, chunked_ms), None),
+        (f"prefill {chunks}: {tokens}, vs whole", prefill, prefill_limit),
+    )
+    return [row_of(NAME, what, "ms", of, bar) for what, of, bar in rows]
+
+
+def _core(config: DeployConfig, role: Role) -> int:
+    """Return the core of a pool's first worker; any core where the pool is not pinned."""
+    cores = next(pool.cores for pool in config.pools if pool.role is role)
+    return cores[0] if cores else min(os.sched_getaffinity(0))

@@ -135,7 +135,7 @@ def _over_http(http: httpx.Client, base: str, number: int) -> FirstToken:
         for event in _events(response):
             if first is None and any(choice["text"] for choice in event["choices"]):
                 first = time.monotonic()
-            timeline = event.get("timeline") or timeline
+            timeline = event.get("pdserve", {}).get("timeline") or timeline
     if timeline is None:
         raise EngineFault("the stream ended without its timeline", stage="bench")
     prefill = timeline["prefill"]

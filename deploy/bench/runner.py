@@ -1,6 +1,6 @@
 """``pdserve bench``: run the named benchmarks, each in the place it needs, and report.
 
-One core by itself comes first, then each kind of cluster once, for all benchmarks that need it.
+What needs no cluster comes first, then each kind of cluster once, for all benchmarks that need it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,16 @@ from typing import TYPE_CHECKING
 from cluster.errors import ConfigError, PdserveError
 from deploy import progress as progress_bars
 from deploy.bench import cluster as bench_cluster
-from deploy.bench import decode_step, handoff, isolation, overhead, prefill, report
+from deploy.bench import (
+    decode_step,
+    fault_table,
+    handoff,
+    isolation,
+    overhead,
+    prefill,
+    report,
+    restarts,
+)
 from deploy.bench.site import Site
 from deploy.model_source import resolve_model
 
@@ -30,7 +39,7 @@ if TYPE_CHECKING:
     from deploy.bench.report import Row
     from deploy.bench.site import Doors
 
-    CoreBench = Callable[[Site], list[Row]]
+    SiteBench = Callable[[Site], list[Row]]
     ClusterBench = Callable[[Site, Doors], list[Row]]
 
 
@@ -44,18 +53,20 @@ class ClusterBenches:
     benches: tuple[tuple[str, ClusterBench], ...]
 
 
-CORE_BENCHES: tuple[tuple[str, CoreBench], ...] = (
+SITE_BENCHES: tuple[tuple[str, SiteBench], ...] = (
     (decode_step.NAME, decode_step.measure),
     (prefill.NAME, prefill.measure),
+    (handoff.NAME, handoff.measure),
 )
 CLUSTER_BENCHES = (
     ClusterBenches(
         "two pools",
         "trial.yaml",
         (
-            (handoff.NAME, handoff.measure),
             (overhead.NAME, overhead.measure),
             (isolation.NAME, isolation.measure_pools),
+            (fault_table.NAME, fault_table.measure_single),
+            (restarts.NAME, restarts.measure),
         ),
     ),
     ClusterBenches(
@@ -63,12 +74,19 @@ CLUSTER_BENCHES = (
         "colocated.yaml",
         ((isolation.NAME, isolation.measure_colocated),),
     ),
+    ClusterBenches(
+        "two of each kind",
+        "trial-2p2d.yaml",
+        ((fault_table.NAME, fault_table.measure_spare),),
+    ),
 )
-NAMES = (decode_step.NAME, prefill.NAME, handoff.NAME, overhead.NAME, isolation.NAME)
+USUAL_NAMES = (decode_step.NAME, prefill.NAME, handoff.NAME, overhead.NAME, isolation.NAME)
+NAMES = (*USUAL_NAMES, fault_table.NAME, restarts.NAME)
+"""The last ones break things for many minutes, and run only where they are named."""
 
 
 def run(names: Sequence[str], *, json_path: Path | None) -> int:
-    """Measure the named benchmarks (none: all), print the table and write the JSON.
+    """Measure the named benchmarks (none: the usual ones), print the table and write the JSON.
 
     Returns 0 where all of them ran, whether their bars are held or not, and 1 where one did not.
     Raises ConfigError for a name that is none, and for a file that cannot be written, before
@@ -96,7 +114,7 @@ def check_names(names: Sequence[str]) -> frozenset[str]:
             near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(NAMES)}"
             raise ConfigError(f"unknown benchmark {name!r}; {hint}", field=name)
-    return frozenset(names or NAMES)
+    return frozenset(names or USUAL_NAMES)
 
 
 def _check_writable(json_path: Path | None) -> None:
@@ -119,7 +137,7 @@ class _Measurement:
         self.has_failed = False
 
     def run(self) -> None:
-        for name, measure in CORE_BENCHES:
+        for name, measure in SITE_BENCHES:
             if name in self._chosen:
                 with self._kept_going(name):
                     self.rows += measure(self._site)

@@ -42,6 +42,7 @@ def test_round_trip_keeps_every_value():
         ({"pools": [{"role": "mixed"}]}, "pools.0.name", "missing"),
         ({}, "pools", "missing"),
         ({"pools": [{**MIXED, "dtype": "fp61"}]}, "pools.0.dtype", "did you mean 'fp"),
+        ({"pools": [{**MIXED, "dtype": "fp16"}]}, "pools.a.dtype", "device cuda"),
         ({"pools": [{**MIXED, "kv_tokens": 4097}]}, "pools.a.kv_tokens", "not a multiple"),
         ({"pools": [{**MIXED, "count": 2, "cores": [0]}]}, "pools.a.cores", "fewer than count"),
         ({**TREE, "endpoints": {"http_port": 8001}}, "endpoints", "differ"),

@@ -125,7 +125,10 @@ class _Handler(BaseHTTPRequestHandler):
         times = {"queue_s": QUEUE_S, "compute_s": COMPUTE_S}
         events = [
             {"choices": [{"text": "x"}]},
-            {"choices": [{"text": "y", "finish_reason": "length"}], "timeline": {"prefill": times}},
+            {
+                "choices": [{"text": "y", "finish_reason": "length"}],
+                "pdserve": {"timeline": {"prefill": times}},
+            },
         ]
         lines = [*map(json.dumps, events), "[DONE]"]
         return self._answer(200, "".join(f"data: {line}\n\n" for line in lines).encode())

@@ -1,11 +1,9 @@
-"""Handoff, overhead and isolation against doors whose durations are known."""
-
-import contextlib
+"""Overhead and isolation against doors whose durations are known."""
 
 import pytest
 
-from cluster.errors import HandoffFailed, PdserveError
-from deploy.bench import handoff, isolation, overhead
+from cluster.errors import PdserveError
+from deploy.bench import isolation, overhead
 from deploy.bench.isolation import IsolationSize, Window, gaps
 from tests.deploy.bench_doors import COMPUTE_S, FakeDoors, make_site, open_doors
 
@@ -17,49 +15,6 @@ STREAMING = IsolationSize(
     load_s=0.3,
     stream_max_tokens=100_000,
 )
-
-
-@pytest.fixture
-def no_gloo(monkeypatch):
-    """A pair that takes 2 ms for whatever it moves, and notes which cores it was given."""
-    seen = []
-
-    class Pair:
-        def transfer(self, times):
-            return [0.002] * times
-
-    @contextlib.contextmanager
-    def pair(num_bytes, sender_core, receiver_core):
-        seen.append((num_bytes, sender_core, receiver_core))
-        yield Pair()
-
-    monkeypatch.setattr(handoff, "gloo_pair", pair)
-    return seen
-
-
-def test_handoff_reads_the_exposed_transfer_of_the_right_bytes(tmp_path, no_gloo):
-    size = handoff.HandoffSize(num_tokens=40, num_bytes=3000, num_requests=4)
-
-    with open_doors(FakeDoors(exposed_s=0.006)) as doors:
-        (row,) = handoff.measure(make_site(tmp_path), doors, size)
-
-    assert (row.name, row.unit) == ("handoff", "ms")
-    assert row.value == pytest.approx(6.0)
-    assert row.reference == pytest.approx(2.0)
-    assert row.ratio == pytest.approx(3.0)
-    assert row.holds is True
-    assert no_gloo == [(3000, 0, 1)]
-    assert doors.prompts == [40] * (3 + 3 * 4)
-
-
-def test_handoff_refuses_to_measure_other_bytes(tmp_path, no_gloo):
-    size = handoff.HandoffSize(num_tokens=40, num_bytes=2000, num_requests=1)
-
-    with (
-        open_doors(FakeDoors()) as doors,
-        pytest.raises(HandoffFailed, match="3000 bytes moved for 40 tokens, 2000 should have"),
-    ):
-        handoff.measure(make_site(tmp_path), doors, size)
 
 
 def test_overhead_is_what_the_client_waits_beyond_the_prefill_worker(tmp_path):
@@ -93,10 +48,10 @@ def test_isolation_pools_the_gaps_of_all_streams_and_cancels_them(tmp_path):
 
 @pytest.mark.parametrize(
     "measure",
-    [handoff.measure, overhead.measure, isolation.measure_pools],
+    [overhead.measure, isolation.measure_pools],
     ids=lambda m: m.__module__,
 )
-def test_a_cluster_that_refuses_is_an_error_and_no_number(tmp_path, no_gloo, measure):
+def test_a_cluster_that_refuses_is_an_error_and_no_number(tmp_path, measure):
     with open_doors(FakeDoors(fails=True)) as doors, pytest.raises(PdserveError, match="no decode"):
         measure(make_site(tmp_path), doors)
 

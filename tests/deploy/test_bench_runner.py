@@ -24,7 +24,7 @@ class Stage:
         self._failing, self._value = failing, value
         monkeypatch.setattr(runner, "resolve_model", lambda _path: ("folder", "name"))
         monkeypatch.setattr(
-            runner, "CORE_BENCHES", tuple((n, self.bench(n)) for n in ("decode-step", "prefill"))
+            runner, "SITE_BENCHES", tuple((n, self.bench(n)) for n, _ in runner.SITE_BENCHES)
         )
         groups = tuple(
             runner.ClusterBenches(
@@ -82,8 +82,8 @@ def test_benchmarks_share_one_cluster_of_each_kind(monkeypatch):
     assert runner.run([], json_path=None) == 0
 
     assert stage.events == [
-        "decode-step", "prefill",
-        "start prefill", "handoff", "overhead", "isolation", "stop",
+        "decode-step", "prefill", "handoff",
+        "start prefill", "overhead", "isolation", "stop",
         "start mixed", "isolation", "stop",
     ]  # fmt: skip
 
@@ -91,9 +91,9 @@ def test_benchmarks_share_one_cluster_of_each_kind(monkeypatch):
 def test_only_what_is_named_is_started(monkeypatch):
     stage = Stage(monkeypatch)
 
-    runner.run(["handoff"], json_path=None)
+    runner.run(["overhead"], json_path=None)
 
-    assert stage.events == ["start prefill", "handoff", "stop"]
+    assert stage.events == ["start prefill", "overhead", "stop"]
 
 
 def test_a_bar_that_is_not_held_is_a_result_and_no_failure(monkeypatch, tmp_path, capsys):
@@ -108,14 +108,16 @@ def test_a_bar_that_is_not_held_is_a_result_and_no_failure(monkeypatch, tmp_path
 
 
 def test_a_benchmark_that_fails_does_not_stop_the_others(monkeypatch, tmp_path, capsys):
-    stage = Stage(monkeypatch, failing="handoff")
+    stage = Stage(monkeypatch, failing="overhead")
     path = tmp_path / "out.json"
 
-    assert runner.run(["handoff", "overhead"], json_path=path) == 1
+    assert runner.run(["overhead", "isolation"], json_path=path) == 1
 
-    assert stage.events == ["start prefill", "handoff", "overhead", "stop"]
-    assert [row["name"] for row in json.loads(path.read_text())] == ["overhead"]
-    assert "handoff failed: no such luck" in capsys.readouterr().err
+    assert stage.events == [
+        "start prefill", "overhead", "isolation", "stop", "start mixed", "isolation", "stop",
+    ]  # fmt: skip
+    assert [row["name"] for row in json.loads(path.read_text())] == ["isolation"] * 2
+    assert "overhead failed: no such luck" in capsys.readouterr().err
 
 
 def test_a_termination_leaves_the_cluster_as_an_interrupt_does(monkeypatch):
@@ -125,12 +127,12 @@ def test_a_termination_leaves_the_cluster_as_an_interrupt_does(monkeypatch):
         os.kill(os.getpid(), signal.SIGTERM)
         return []
 
-    group = runner.ClusterBenches("two pools", "trial.yaml", (("handoff", terminated),))
+    group = runner.ClusterBenches("two pools", "trial.yaml", (("overhead", terminated),))
     monkeypatch.setattr(runner, "CLUSTER_BENCHES", (group,))
     before = signal.getsignal(signal.SIGTERM)
 
     with pytest.raises(KeyboardInterrupt):
-        runner.run(["handoff"], json_path=None)
+        runner.run(["overhead"], json_path=None)
 
     assert stage.events == ["start prefill", "stop"]
     assert signal.getsignal(signal.SIGTERM) is before

@@ -107,7 +107,11 @@ def test_a_whole_answer_is_shown_with_its_timeline(door, capsys, monkeypatch):
     for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     door.answers.append(
-        stream_of(event("It is "), event("Paris."), event(None, "stop", timeline=make_timeline()))
+        stream_of(
+            event("It is "),
+            event("Paris."),
+            event(None, "stop", pdserve={"timeline": make_timeline()}),
+        )
     )
     assert proof.prove(config_of(door)) == "It is Paris."
     shown = capsys.readouterr().out
@@ -117,7 +121,10 @@ def test_a_whole_answer_is_shown_with_its_timeline(door, capsys, monkeypatch):
 
 def test_a_model_without_chats_is_asked_plainly(door):
     door.answers.append((400, '{"error": {"message": "this model has no chat template"}}'))
-    text = {"choices": [{"text": "Paris", "finish_reason": "stop"}], "timeline": make_timeline()}
+    text = {
+        "choices": [{"text": "Paris", "finish_reason": "stop"}],
+        "pdserve": {"timeline": make_timeline()},
+    }
     door.answers.append(stream_of(text))
     assert proof.prove(config_of(door)) == "Paris"
     assert door.paths == ["/v1/chat/completions", "/v1/completions"]
@@ -129,7 +136,7 @@ def test_a_model_without_chats_is_asked_plainly(door):
         ((503, '{"error": {"message": "no worker"}}'), "no worker"),
         (stream_of(event("Pa"), {"error": {"message": "worker lost"}}), "worker lost"),
         (stream_of(event("Paris")), "finish_reason"),
-        (stream_of(event(None, "stop", timeline=make_timeline())), "no text"),
+        (stream_of(event(None, "stop", pdserve={"timeline": make_timeline()})), "no text"),
     ],
 )
 def test_a_bad_answer_fails_the_proof(answer, reason, door):

@@ -13,10 +13,17 @@ from cluster.control.server import ControlServer
 from cluster.control.status import get_cluster
 from cluster.engine import loop as loop_module
 from cluster.engine.plan import SequenceEnd, StepEvents
-from cluster.errors import EngineFault, InvalidRequest, QueueFull, StartupError, WorkerLost
+from cluster.errors import (
+    EngineFault,
+    HandoffFailed,
+    InvalidRequest,
+    QueueFull,
+    StartupError,
+    WorkerLost,
+)
 from cluster.handoff import AbortCause
 from cluster.kv.layout import KVLayout
-from cluster.request import FinishReason, Leg, LegKind
+from cluster.request import FinishReason, Leg, LegKind, Peer, Redirect
 from cluster.transport.loopback import LoopbackTransport
 from deploy import worker_legs, worker_watch
 from deploy.worker import Worker
@@ -59,11 +66,13 @@ class ByteCache:
 class Sink:
     def __init__(self) -> None:
         self.tokens = []
+        self.waiting = []
         self.ends = {}
         self.changed = asyncio.Event()
 
-    def emit(self, tokens, ends) -> None:
+    def emit(self, tokens, ends, waiting=(), prompts=()) -> None:
         self.tokens.extend(tokens)
+        self.waiting.extend(waiting)
         for end in ends:
             assert end.key not in self.ends
             self.ends[end.key] = end
@@ -188,6 +197,63 @@ async def test_a_request_goes_through_two_workers(world):
     assert p_end.times.transfer_bytes == 5 * LAYOUT.block_bytes
 
 
+async def test_a_refused_export_is_redirected_and_its_leg_answers_to_the_new_grant(world):
+    """CASES P-20: over real links and threads; nothing is computed twice."""
+    prefill = await world.start("p", "p-0")
+    full, other = await world.start("d", "d-0"), await world.start("d", "d-1")
+    full._pool.allocate(full._pool.num_free, "someone")
+    p_sink, full_sink, d_sink = Sink(), Sink(), Sink()
+    prefill.legs.start_leg(make_leg(LegKind.PREFILL, peer=full.me), p_sink)
+    full.legs.start_leg(make_leg(LegKind.DECODE), full_sink)
+    await p_sink.until(lambda sink: sink.waiting)
+    assert isinstance((await full_sink.end_of(KEY)).error, HandoffFailed)
+    full._pool.release("someone")
+    ids = {"handoff_id": "handoff-2", "grant_id": "grant-2"}
+    other.legs.start_leg(make_leg(LegKind.DECODE, **ids), d_sink)
+    prefill.legs.redirect_leg(Redirect(key=KEY, peer=other.me, **ids))
+    assert (await p_sink.end_of(KEY)).error is None
+    assert (await d_sink.end_of(KEY)).finish_reason is FinishReason.LENGTH
+    assert d_sink.output() == expected_tokens("r", 6)
+    assert p_sink.ends[KEY].times.num_computed_tokens == 19
+    await world.reports(lambda reports: not reports["p-0"].held_grants)
+
+
+async def test_a_redirect_that_cannot_be_followed_ends_its_leg(world):
+    prefill = await world.start("p", "p-0")
+    nobody = Peer(worker_id="gone", incarnation="gone-1", address="127.0.0.1:1")
+    bad = (
+        {"handoff_id": "", "peer": nobody},
+        {"handoff_id": "h", "peer": prefill.me},
+        {"handoff_id": "h", "grant_id": "g" * 200, "peer": nobody},
+    )
+    for number, fields in enumerate(bad):
+        sink, key = Sink(), make_key(f"r{number}")
+        prefill.legs.start_leg(make_leg(LegKind.PREFILL, key.request_id, nobody), sink)
+        await sink.until(lambda sink: sink.waiting)
+        prefill.legs.redirect_leg(Redirect(**{"key": key, "grant_id": "g", **fields}))
+        assert isinstance((await sink.end_of(key)).error, HandoffFailed)
+    prefill.legs.redirect_leg(Redirect(key=KEY, grant_id="g", handoff_id="h", peer=nobody))
+
+
+async def test_a_decode_leg_goes_on_by_another_handoff_until_it_has_its_kv(world):
+    """Its export was redirected to where it had been meant to go; another router cannot do so."""
+    prefill, decode = await world.start("p", "p-0"), await world.start("d", "d-0")
+    nobody = Peer(worker_id="d-0", incarnation="gone-1", address="127.0.0.1:1")
+    p_sink, d_sink, stranger = Sink(), Sink(), Sink()
+    prefill.legs.start_leg(make_leg(LegKind.PREFILL, peer=nobody), p_sink)
+    decode.legs.start_leg(make_leg(LegKind.DECODE), d_sink)
+    await p_sink.until(lambda sink: sink.waiting)
+    ids = {"handoff_id": "handoff-2", "grant_id": "grant-2"}
+    decode.legs.start_leg(make_leg(LegKind.DECODE, **ids), stranger)
+    assert isinstance(stranger.ends[KEY].error, InvalidRequest)
+    decode.legs.start_leg(make_leg(LegKind.DECODE, **ids), d_sink)
+    prefill.legs.redirect_leg(Redirect(key=KEY, peer=decode.me, **ids))
+    assert (await d_sink.end_of(KEY)).finish_reason is FinishReason.LENGTH
+    assert d_sink.output() == expected_tokens("r", 6)
+    assert (await p_sink.end_of(KEY)).error is None
+    assert decode.legs.decode.book.counts["received"] == 1
+
+
 async def test_a_mixed_worker_serves_both_sides_of_other_handoffs(world):
     """CASES P-29: legs, transfers and tokens add up over workers, each counted once."""
     one, two = await world.start("m", "m-0"), await world.start("m", "m-1")
@@ -286,18 +352,40 @@ async def test_a_half_that_cannot_be_closed_does_not_keep_the_other_one_open(wor
     await world.reports(lambda reports: not reports)
 
 
+async def test_a_prompt_that_comes_again_is_found_by_its_own_tenant_only(world):
+    """CASES P-17, P-18: over a whole worker, told by the leg's times and in the report."""
+    worker = await world.start("m", "m-0")
+    found = []
+    for request_id, tenant in (("a1", "a"), ("a2", "a"), ("b1", "b"), ("b2", "b")):
+        sink = Sink()
+        leg = make_leg(LegKind.LOCAL, request_id, prompt_ids=make_prompt(19), tenant=tenant)
+        worker.legs.start_leg(leg, sink)
+        times = (await sink.end_of(leg.key)).times
+        assert sink.output() == expected_tokens(request_id, 6)
+        assert times.num_cached_tokens + times.num_computed_tokens == 19 + 5
+        found.append(times.num_cached_tokens)
+    assert found == [0, 16, 0, 16]
+    report = worker._reporter.report()
+    assert report.counters["cached_tokens"] == 32
+    assert report.counters["prefilled_tokens"] == 4 * 19 - 32
+    assert report.blocks.available == report.blocks.free + report.blocks.cached == NUM_BLOCKS
+    assert report.blocks.cached > 0
+
+
 async def test_the_pool_is_checked_when_the_worker_is_idle_again(world, monkeypatch):
     monkeypatch.setattr(worker_watch, "_IDLE_S", 0.0)
     worker = await world.start("m", "m-0")
-    await world.reports(lambda reports: reports["m-0"].counters["pool_checks"] == 0)
+    await world.reports(lambda reports: reports["m-0"].counters["kv_checks"] == 0)
     sink = Sink()
     for number, request_id in enumerate(("a", "b"), start=1):
         worker.legs.start_leg(make_leg(LegKind.LOCAL, request_id), sink)
         await sink.end_of(make_key(request_id))
-        await world.reports(lambda r, n=number: r["m-0"].counters["pool_checks"] == n)
+        await world.reports(lambda r, n=number: r["m-0"].counters["kv_checks"] == n)
     lost = worker._pool._free.pop()
     worker.legs.start_leg(make_leg(LegKind.LOCAL, "c"), sink)
     assert str(lost) in str(await fault_of(worker))
+    counters = worker._reporter.report().counters
+    assert (counters["kv_checks"], counters["kv_check_failures"]) == (3, 1)
     worker._pool._free.append(lost)
 
 

@@ -30,9 +30,14 @@ READ_S = 30
 
 
 def narrow_pair(model: Path) -> DeployConfig:
-    """One prefill slot, two decode slots, and 64 blocks on each side."""
+    """One prefill slot, two decode slots, and 64 blocks on each side.
+
+    All prompts begin alike, and each shall be computed for a while: no prefix is kept.
+    """
     pools = {"prefill": (Role.PREFILL, 1), "decode": (Role.DECODE, 1)}
-    config = make_config(model, pools, kv_tokens=16 * NUM_BLOCKS, max_num_seqs=2)
+    config = make_config(
+        model, pools, kv_tokens=16 * NUM_BLOCKS, max_num_seqs=2, prefix_cache=False
+    )
     return with_pool(config, "prefill", max_num_seqs=1, chunk_tokens=CHUNK_TOKENS)
 
 

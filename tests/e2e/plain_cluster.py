@@ -22,7 +22,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster import config as deploy_config
 from cluster.clock import SystemClock
-from cluster.config import DeployConfig, EndpointsConfig, ModelConfig, PoolConfig, Role
+from cluster.config import (
+    DeployConfig,
+    EndpointsConfig,
+    LimitsConfig,
+    ModelConfig,
+    PoolConfig,
+    Role,
+)
 from cluster.control.server import ControlServer
 from cluster.control.status import get_cluster
 from router.ingress import Ingress
@@ -54,6 +61,7 @@ def make_config(model: Path, pools: dict[str, tuple[Role, int]], **pool_options)
             for name, (role, count) in pools.items()
         ),
         model=ModelConfig(path=str(model), name="tiny", max_model_len=1024),
+        limits=LimitsConfig(kv_digest=True),
         endpoints=EndpointsConfig(http_port=http, grpc_port=grpc, control_port=control),
     )
 
@@ -90,11 +98,11 @@ def view_of(cluster) -> ClusterView:
 
 
 def is_quiet(cluster) -> bool:
-    """CASES §0 Q: nothing runs, waits or moves on any worker, every block is free."""
+    """CASES §0 Q: nothing runs, waits or moves on any worker, every block is free or cached."""
     view = view_of(cluster)
     return view.num_waiting == view.num_granted == 0 and all(
         w.report.num_running == w.report.num_waiting == w.report.num_transferring == 0
-        and w.report.blocks.free == w.worker.num_blocks
+        and w.report.blocks.available == w.worker.num_blocks
         and not w.report.held_grants
         for w in view.workers
     )

@@ -16,6 +16,10 @@ SHAPES = {
     "1P1D": {"prefill": (Role.PREFILL, 1), "decode": (Role.DECODE, 1)},
     "2P2D": {"prefill": (Role.PREFILL, 2), "decode": (Role.DECODE, 2)},
 }
+COLD = "2P2D"
+"""Computes every prompt in every pass; the others find it in their caches after the first."""
+ALL_TOKENS = 16384
+"""KV for all prompts and outputs: with less, what comes again would just have been evicted."""
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +42,12 @@ def generate(client: Client, prompt: list[int]) -> list[int]:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.timeout(300)
 def test_tokens_equal_transformers(shape, tiny_llama, prompts, expected, tmp_path):
-    """CASES P-13: three passes in the same processes, at concurrency 1 and 8."""
+    """CASES P-13, P-17: three passes in the same processes, at concurrency 1 and 8."""
     assert len(prompts) == 50
     with (
-        plain_cluster(tiny_llama, tmp_path, SHAPES[shape]) as cluster,
+        plain_cluster(
+            tiny_llama, tmp_path, SHAPES[shape], kv_tokens=ALL_TOKENS, prefix_cache=shape != COLD
+        ) as cluster,
         Client(cluster.grpc) as client,
     ):
         for _ in range(3):
@@ -52,19 +58,23 @@ def test_tokens_equal_transformers(shape, tiny_llama, prompts, expected, tmp_pat
                 assert not wrong
                 assert ties <= len(prompts) * 0.01 + 1
         view = cluster.view()
-    _assert_who_computed(view, prompts, is_disaggregated=shape != "colocated")
+    _assert_who_computed(view, prompts, shape)
 
 
-def _assert_who_computed(view, prompts, *, is_disaggregated):
+def _assert_who_computed(view, prompts, shape):
     """The decode side computed no prompt, and Gloo moved every block of every prompt."""
     num_passes = 6
     counters = {w.worker.worker_id: w.report.counters for w in view.workers}
-    prefilled = sum(len(prompt) for prompt in prompts) * num_passes
-    if not is_disaggregated:
-        assert counters["mixed-0"]["prefilled_tokens"] == prefilled
+    num_tokens = sum(len(prompt) for prompt in prompts) * num_passes
+    prefilled, cached = (
+        {w: each[name] for w, each in counters.items()}
+        for name in ("prefilled_tokens", "cached_tokens")
+    )
+    assert sum(prefilled.values()) + sum(cached.values()) == num_tokens
+    assert (sum(cached.values()) == 0) == (shape == COLD)
+    if shape == "colocated":
         return
-    assert sum(c["prefilled_tokens"] for w, c in counters.items() if "prefill" in w) == prefilled
-    assert sum(c["prefilled_tokens"] for w, c in counters.items() if "decode" in w) == 0
+    assert not any(prefilled[w] or cached[w] for w in counters if "decode" in w)
     block_size = view.workers[0].worker.block_size
     block_bytes = block_size * 2 * 2 * 2 * 16 * 4  # K and V, layers, kv heads, head dim, fp32
     num_blocks = sum(-(-len(prompt) // block_size) for prompt in prompts) * num_passes

@@ -24,7 +24,7 @@ LABELS = {
     "decode": {"decode-0"},
     "pool": {"prefill", "decode"},
     "role": {"prefill", "decode"},
-    "state": {"free", "held", "importing", "total"},
+    "state": {"free", "cached", "held", "importing", "fenced", "total"},
 }
 """Labels with all their values; there are ``le`` of histograms and ``router`` besides."""
 GAUGES = (

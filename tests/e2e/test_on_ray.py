@@ -51,11 +51,11 @@ def view_of(cluster):
 
 
 def is_quiet(cluster) -> bool:
-    """CASES §0 Q: nothing runs, nothing waits, every block is free."""
+    """CASES §0 Q: nothing runs, nothing waits, every block is free or cached."""
     view = view_of(cluster)
     return view.num_waiting == view.num_granted == 0 and all(
         w.report.num_running == w.report.num_waiting == w.report.num_transferring == 0
-        and w.report.blocks.free == w.worker.num_blocks
+        and w.report.blocks.available == w.worker.num_blocks
         for w in view.workers
     )
 
@@ -91,7 +91,7 @@ def test_completions_equal_transformers(openai_client, on_ray, tiny_llama):
         temperature=0,
         extra_body={"ignore_eos": True, "timeline": True},
     )
-    timeline = answer.model_extra["timeline"]
+    timeline = answer.model_extra["pdserve"]["timeline"]
     assert timeline["prefill_worker"].startswith("prefill-")
     assert timeline["decode_worker"].startswith("decode-")
     assert timeline["prefill"]["transfer_bytes"] > 0

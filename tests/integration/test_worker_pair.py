@@ -17,12 +17,28 @@ from transformers import LlamaForCausalLM
 
 from cluster import config as deploy_config
 from cluster.clock import SystemClock
-from cluster.config import DeployConfig, Dtype, ModelConfig, PoolConfig, Role
+from cluster.config import (
+    DeployConfig,
+    Dtype,
+    LimitsConfig,
+    ModelConfig,
+    PoolConfig,
+    Role,
+    TransportKind,
+)
 from cluster.control.server import ControlServer
 from cluster.control.status import get_cluster
-from cluster.errors import HandoffFailed, InvalidRequest, WorkerLost
+from cluster.errors import Cancelled, HandoffFailed, InvalidRequest, WorkerLost
 from cluster.handoff import AbortCause
-from cluster.request import FinishReason, Leg, LegKey, LegKind, Peer, SamplingParams
+from cluster.request import (
+    ExportWaiting,
+    FinishReason,
+    Leg,
+    LegKey,
+    LegKind,
+    Peer,
+    SamplingParams,
+)
 from cluster.rpc.client import WorkerClient
 from tests.factories_model import VOCAB_SIZE, write_tiny_llama
 
@@ -39,16 +55,17 @@ def model(tmp_path_factory):
     return write_tiny_llama(tmp_path_factory.mktemp("tiny"))
 
 
-def make_config(model: Path) -> DeployConfig:
-    def pool(name: str, role: Role) -> PoolConfig:
-        return PoolConfig(
-            name=name, role=role, dtype=Dtype.FP32, kv_tokens=4096, token_budget=512,
-            block_size=BLOCK_SIZE,
-        )  # fmt: skip
+def make_config(model: Path, decode: dict | None = None, **changes) -> DeployConfig:
+    """Two pools alike, but for what ``decode`` changes in the second."""
+
+    def pool(name: str, role: Role, **fields) -> PoolConfig:
+        usual = {"dtype": Dtype.FP32, "token_budget": 512, "block_size": BLOCK_SIZE}
+        return PoolConfig(name=name, role=role, kv_tokens=4096, **{**usual, **fields})
 
     return DeployConfig(
-        pools=(pool("p", Role.PREFILL), pool("d", Role.DECODE)),
+        pools=(pool("p", Role.PREFILL), pool("d", Role.DECODE, **(decode or {}))),
         model=ModelConfig(path=str(model), max_model_len=512),
+        **changes,
     )
 
 
@@ -59,6 +76,7 @@ class Router:
         self.tokens: dict[tuple[str, LegKey], dict[int, int]] = {}
         self.ends: dict[tuple[str, LegKey], asyncio.Future] = {}
         self.lost: asyncio.Future[tuple[Peer, str]] = asyncio.get_running_loop().create_future()
+        self.waiting: asyncio.Queue[ExportWaiting] = asyncio.Queue()
 
     def end_of(self, worker_id: str, key: LegKey) -> asyncio.Future:
         loop = asyncio.get_running_loop()
@@ -73,11 +91,16 @@ class RouterView:
     router: Router
     worker_id: str
 
-    def on_tokens(self, tokens, ends):
+    def on_beat(self, beat):
+        pass
+
+    def on_tokens(self, tokens, ends, waiting=(), prompts=()):
         for token in tokens:
             seen = self.router.tokens.setdefault((self.worker_id, token.key), {})
             assert token.output_index not in seen
             seen[token.output_index] = token.token_id
+        for told in waiting:
+            self.router.waiting.put_nowait(told)
         for end in ends:
             self.router.end_of(self.worker_id, end.key).set_result(end)
 
@@ -151,8 +174,8 @@ async def start_worker(config_path: Path, model: Path, control: str, pool: str):
 
 
 @contextlib.asynccontextmanager
-async def running_pair(model: Path, folder: Path):
-    config = make_config(model)
+async def running_pair(model: Path, folder: Path, config: DeployConfig | None = None):
+    config = config or make_config(model)
     path = folder / "deploy.yaml"
     path.write_text(yaml.safe_dump(deploy_config.to_tree(config)))
     control = ControlServer(config, SystemClock())
@@ -235,7 +258,7 @@ async def test_tokens_go_through_gloo_and_equal_transformers(model, tmp_path):
             assert decode_end.times.num_computed_tokens == NUM_TOKENS - 1
 
         reports = await pair.reports(
-            lambda reports: all(report.blocks.free == 256 for report in reports.values())
+            lambda reports: all(report.blocks.available == 256 for report in reports.values())
         )
         num_blocks = sum(-(-n // BLOCK_SIZE) for n in LENGTHS)
         sent, taken = reports["p-0"].counters, reports["d-0"].counters
@@ -248,6 +271,38 @@ async def test_tokens_go_through_gloo_and_equal_transformers(model, tmp_path):
         for report in reports.values():
             assert report.held_grants == ()
             assert report.counters["legs_received"] == len(prompts)
+
+
+@pytest.mark.parametrize("kv_dtype", [Dtype.AUTO, Dtype.BF16])
+async def test_pools_may_differ_in_block_size_and_kv_dtype(model, tmp_path, kv_dtype):
+    """CASES P-22: a supported pair satisfies P-13; here through shared memory, digested."""
+    config = make_config(
+        model,
+        {"block_size": 32, "kv_dtype": kv_dtype},
+        transport=TransportKind.AUTO,
+        limits=LimitsConfig(kv_digest=True),
+    )
+    prompts = make_prompts()
+    async with running_pair(model, tmp_path, config) as pair:
+        legs = [pair.legs(prompt) for prompt in prompts]
+        await asyncio.gather(*(pair.start(prefill, decode) for prefill, decode in legs))
+        for (prefill, _), prompt in zip(legs, prompts, strict=True):
+            prefill_end, decode_end = await pair.ends(prefill.key)
+            assert prefill_end.error is decode_end.error is None
+            tokens = pair.router.tokens["d-0", prefill.key]
+            assert list(tokens) == list(range(NUM_TOKENS))
+            if kv_dtype is Dtype.AUTO:
+                assert list(tokens.values()) == greedy(model, prompt)
+            assert prefill_end.times.transfer_bytes == -(-len(prompt) // BLOCK_SIZE) * BLOCK_BYTES
+            assert decode_end.times.num_computed_tokens == NUM_TOKENS - 1
+        reports = await pair.reports(
+            lambda reports: (
+                reports["d-0"].blocks.available == 128 and reports["p-0"].blocks.available == 256
+            )
+        )
+        assert reports["d-0"].counters["prefilled_tokens"] == 0
+    log = (tmp_path / "p.log").read_text()
+    assert "through shm" in log
 
 
 async def test_ends_and_refusals_over_the_wire(model, tmp_path):
@@ -280,14 +335,14 @@ async def test_ends_and_refusals_over_the_wire(model, tmp_path):
         end = await asyncio.wait_for(pair.router.end_of("d-0", decode.key), 10)
         assert end.error.code == "cancelled"
         reports = await pair.reports(
-            lambda reports: all(report.blocks.free == 256 for report in reports.values())
+            lambda reports: all(report.blocks.available == 256 for report in reports.values())
         )
         assert reports["d-0"].counters["legs_aborted"] == 1
         assert reports["p-0"].counters["legs_rejected"] == 2
 
 
-async def test_a_killed_decode_worker_fails_its_legs_at_once(model, tmp_path):
-    """CASES P-20: the router loses the worker, the prefill worker frees its export."""
+async def test_a_killed_decode_worker_is_told_of_at_once(model, tmp_path):
+    """CASES P-20: the router loses the worker; an export meant for it waits for another one."""
     prompt = make_prompts()[5]
     async with running_pair(model, tmp_path) as pair:
         prefill, decode = pair.legs(prompt)
@@ -300,9 +355,13 @@ async def test_a_killed_decode_worker_fails_its_legs_at_once(model, tmp_path):
             await pair.clients["d-0"].start_leg(decode)
         prefill, _ = pair.legs(prompt)
         await pair.clients["p-0"].start_leg(prefill)
+        told = await asyncio.wait_for(pair.router.waiting.get(), 10)
+        assert isinstance(told.error, WorkerLost | HandoffFailed)
+        assert (told.key, told.handoff_id) == (prefill.key, prefill.handoff_id)
+        await pair.clients["p-0"].abort_leg(prefill.key, AbortCause.CANCELLED)
         end = await asyncio.wait_for(pair.router.end_of("p-0", prefill.key), 10)
-        assert isinstance(end.error, WorkerLost | HandoffFailed)
-        await pair.reports(lambda reports: reports["p-0"].blocks.free == 256)
+        assert isinstance(end.error, Cancelled)
+        await pair.reports(lambda reports: reports["p-0"].blocks.available == 256)
 
 
 def is_logged(log: Path, text: str) -> bool:

@@ -1,0 +1,213 @@
+"""Requests that wait, in the order of a policy, without ever sorting them all.
+
+    level ── tenant ── group ── a list, sorted by place
+                  └── heads: (place, group) of each list's first, sorted
+
+A walk merges the lists lazily, so that looking at the first few of thousands costs as much as
+these few. Requests of one group need the same: once one has no room the walk leaves out the rest.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from cluster.policy.fairness import TenantCounters
+from cluster.policy.order import Ordering, Place, Ticket
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class _Entry(Generic[T]):
+    name: Hashable
+    item: T
+    ticket: Ticket
+    level: int
+    place: Place
+
+
+@dataclass(slots=True, eq=False)
+class _Lines(Generic[T]):
+    """The lists of one tenant in one level."""
+
+    groups: dict[Hashable, list[tuple[Place, _Entry[T]]]] = field(default_factory=dict)
+    heads: list[tuple[Place, int, Hashable]] = field(default_factory=list)
+    """(place, always 0, group): places differ, so that groups are never compared."""
+
+    def add(self, entry: _Entry[T]) -> None:
+        group, place = entry.ticket.group, entry.place
+        line = self.groups.setdefault(group, [])
+        if not line or place < line[0][0]:
+            self._drop_head(line)
+            bisect.insort(self.heads, (place, 0, group))
+        bisect.insort(line, (place, entry))
+
+    def remove(self, entry: _Entry[T]) -> None:
+        group = entry.ticket.group
+        line = self.groups[group]
+        index = bisect.bisect_left(line, (entry.place,))
+        if index == 0:
+            self._drop_head(line)
+        del line[index]
+        if not line:
+            del self.groups[group]
+        elif index == 0:
+            bisect.insort(self.heads, (line[0][0], 0, group))
+
+    def _drop_head(self, line: list[tuple[Place, _Entry[T]]]) -> None:
+        if line:
+            del self.heads[bisect.bisect_left(self.heads, (line[0][0],))]
+
+
+class PolicyQueue(Generic[T]):
+    """The waiting requests of one place, each under a name of its own."""
+
+    def __init__(self, ordering: Ordering) -> None:
+        self.ordering = ordering
+        self.tenants = TenantCounters()
+        self._entries: dict[Hashable, _Entry[T]] = {}
+        self._levels: dict[int, dict[str, _Lines[T]]] = {}
+        self._aging: list[tuple[float, int, Hashable]] = []
+
+    def __len__(self) -> int:
+        """Return how many wait."""
+        return len(self._entries)
+
+    def __contains__(self, name: Hashable) -> bool:
+        """Tell whether it waits."""
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[T]:
+        """Iterate over all of them, in no order; nothing may come or go meanwhile."""
+        return (entry.item for entry in self._entries.values())
+
+    def get(self, name: Hashable) -> T | None:
+        """Return what waits under that name."""
+        entry = self._entries.get(name)
+        return None if entry is None else entry.item
+
+    def ticket(self, name: Hashable) -> Ticket:
+        """Return its ticket; raises KeyError where it does not wait."""
+        return self._entries[name].ticket
+
+    def add(self, name: Hashable, item: T, ticket: Ticket) -> None:
+        """Queue it; raises ValueError where the name waits already."""
+        if name in self._entries:
+            raise ValueError(f"{name} waits already")
+        ordering = self.ordering
+        entry = _Entry(
+            name,
+            item,
+            ticket,
+            ordering.level(ticket, is_aged=False),
+            ordering.place(ticket, is_aged=False),
+        )
+        self._entries[name] = entry
+        self._lines(entry).add(entry)
+        if ordering.is_fair:
+            self.tenants.enters(ticket.tenant)
+        if ordering.has_aging:
+            heapq.heappush(self._aging, (ticket.arrived + ordering.aging_s, ticket.order, name))
+
+    def remove(self, name: Hashable) -> T | None:
+        """Take it out; None where it does not wait."""
+        entry = self._entries.pop(name, None)
+        if entry is None:
+            return None
+        self._take_out(entry)
+        if self.ordering.is_fair:
+            self.tenants.leaves(entry.ticket.tenant)
+        if len(self._aging) > 64 + 2 * len(self._entries):
+            self._aging = [due for due in self._aging if due[2] in self._entries]
+            heapq.heapify(self._aging)
+        return entry.item
+
+    def walk(self, now: float) -> Walk[T]:
+        """Begin a walk in order; only what it returned last may be taken out meanwhile."""
+        self._age(now)
+        return Walk(self._levels, self.tenants)
+
+    def in_order(self, now: float) -> list[T]:
+        """Return all of them in order."""
+        return list(self.walk(now))
+
+    def _age(self, now: float) -> None:
+        while self._aging and self._aging[0][0] <= now:
+            _, order, name = heapq.heappop(self._aging)
+            entry = self._entries.get(name)
+            # Under its name there may be another by now.
+            if entry is not None and entry.ticket.order == order:
+                self._take_out(entry)
+                entry.level = self.ordering.level(entry.ticket, is_aged=True)
+                entry.place = self.ordering.place(entry.ticket, is_aged=True)
+                self._lines(entry).add(entry)
+
+    def _lines(self, entry: _Entry[T]) -> _Lines[T]:
+        level = self._levels.setdefault(entry.level, {})
+        return level.setdefault(self.ordering.line(entry.ticket), _Lines())
+
+    def _take_out(self, entry: _Entry[T]) -> None:
+        line = self.ordering.line(entry.ticket)
+        level = self._levels[entry.level]
+        level[line].remove(entry)
+        if not level[line].groups:
+            del level[line]
+            if not level:
+                del self._levels[entry.level]
+
+
+class Walk(Generic[T]):
+    """One look at a queue, in its order."""
+
+    def __init__(self, levels: dict[int, dict[str, _Lines[T]]], tenants: TenantCounters) -> None:
+        self._closed: set[Hashable] = set()
+        self._steps = self._go(levels, tenants)
+
+    def __iter__(self) -> Walk[T]:
+        """Return the walk itself."""
+        return self
+
+    def __next__(self) -> T:
+        """Return the next one; whoever is served meanwhile loses his turn to others."""
+        return next(self._steps)
+
+    def close(self, group: Hashable) -> None:
+        """Leave out all that are left of a group."""
+        self._closed.add(group)
+
+    def _go(self, levels: dict[int, dict[str, _Lines[T]]], tenants: TenantCounters) -> Iterator[T]:
+        for number in sorted(levels):
+            level = levels.get(number, {})
+            turns = [(tenants.counter(name), name) for name in level]
+            heapq.heapify(turns)
+            merged = {name: self._merge(lines) for name, lines in level.items()}
+            while turns:
+                counter, name = turns[0]
+                if (current := tenants.counter(name)) > counter:
+                    heapq.heapreplace(turns, (current, name))
+                    continue
+                item = next(merged[name], None)
+                if item is None:
+                    heapq.heappop(turns)
+                else:
+                    yield item[0]
+
+    def _merge(self, lines: _Lines[T]) -> Iterator[tuple[T]]:
+        heads = list(lines.heads)  # sorted, so a heap
+        while heads:
+            place, _, group = heads[0]
+            line = lines.groups.get(group)
+            if line is None or group in self._closed:
+                heapq.heappop(heads)
+                continue
+            index = bisect.bisect_left(line, (place,))
+            if index + 1 < len(line):
+                heapq.heapreplace(heads, (line[index + 1][0], 0, group))
+            else:
+                heapq.heappop(heads)
+            if index < len(line):
+                yield (line[index][1].item,)

@@ -1,0 +1,204 @@
+"""``fault-table``: what clients see when a process of the cluster dies or stops under load.
+
+Eight clients call one after another, 100 times each at least and until the cluster is whole again.
+Once each has been served twenty times, one process gets ``kill -9``, or is stopped for ten seconds
+where that is said; whoever hosts the cluster replaces what died. A call has failed unless every
+token came. *p50 after* is of the good calls that began five seconds or more after the fault and
+ended before the replacement was there; where it came sooner, of all that began so late.
+*Replaced* is when the new worker has got its first leg.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from cluster.config import Role
+from deploy.bench import victims
+from deploy.bench.load import Ask, Call, Load, failures, p50_s
+from deploy.bench.report import Bar, Row
+from deploy.bench.victims import Victims
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cluster.control.facts import WorkerView
+    from deploy.bench.site import Doors, Site
+
+NAME = "fault-table"
+_NONE = Bar(subject="value", relation="<=", limit=0.0)
+_P50 = Bar(subject="ratio", relation="<=", limit=1.5)
+_REPLACED = Bar(subject="value", relation="<=", limit=20.0)
+_WAIT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultTableSize:
+    """How much is measured; the default is what the bars speak of."""
+
+    num_clients: int = 8
+    num_calls: int = 100
+    """Of each client at least."""
+    num_before: int = 20
+    """Of them before the fault."""
+    settle_s: float = 5.0
+    after_s: float = 3.0
+    """Calls go on for so long beyond ``settle_s`` and the replacement."""
+    pause_s: float = 10.0
+    replace_s: float = 60.0
+    """When a replacement is given up."""
+    ask: Ask = field(default_factory=Ask)
+
+
+def measure_spare(site: Site, doors: Doors, size: FaultTableSize | None = None) -> list[Row]:
+    """Two workers of each kind: nobody may notice, whoever dies."""
+    table = _Table(site, doors, "2P+2D", size or FaultTableSize())
+    rows = [row for role in (Role.PREFILL, Role.DECODE) for row in table.worker_killed(role)]
+    return [*rows, *table.control_killed(), *table.control_paused()]
+
+
+def measure_single(site: Site, doors: Doors, size: FaultTableSize | None = None) -> list[Row]:
+    """One worker of each kind: what nobody can serve fails by name, and all is soon whole again."""
+    table = _Table(site, doors, "1P+1D", size or FaultTableSize())
+    return [row for role in (Role.PREFILL, Role.DECODE) for row in table.worker_killed(role)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Story:
+    """One fault: what the clients met, when it happened and when it was repaired."""
+
+    calls: list[Call]
+    began: float
+    at: float
+    repaired: float
+
+
+class _Table:
+    def __init__(self, site: Site, doors: Doors, shape: str, size: FaultTableSize) -> None:
+        self._site = site
+        self._doors = doors
+        self._shape = shape
+        self._size = size
+        self._victims = Victims(doors)
+
+    def worker_killed(self, role: Role) -> list[Row]:
+        """Kill the first worker of a role."""
+        dead = None
+
+        def strike() -> tuple[float, float]:
+            nonlocal dead
+            dead = self._victims.first(role)
+            return victims.kill(dead.worker.pid), self._replaced_at(dead)
+
+        story = self._tell(f"{role.value} killed", strike)
+        what = f"{self._shape}, kill -9 of a {role.value} worker"
+        is_spare = self._shape == "2P+2D"
+        rows = [
+            self._failed(story, what, _NONE if is_spare else None),
+            self._untyped(story, what),
+            self._row(f"{what}: replacement serves", story.repaired - story.at, "s", bar=_REPLACED),
+        ]
+        return [*rows, *self._p50(story, what)] if is_spare else rows
+
+    def control_killed(self) -> list[Row]:
+        """Kill the control plane."""
+
+        def strike() -> tuple[float, float]:
+            killed_at = victims.kill(self._victims.control_pid())
+            self._victims.wait_whole(self._size.replace_s)
+            return killed_at, time.monotonic()
+
+        return self._control("kill -9 of the control plane", strike)
+
+    def control_paused(self) -> list[Row]:
+        """Stop the control plane, and let it go on."""
+
+        def strike() -> tuple[float, float]:
+            with victims.paused(self._victims.control_pid()) as stopped_at:
+                threading.Event().wait(self._size.pause_s)
+            self._victims.wait_whole(self._size.replace_s)
+            return stopped_at, time.monotonic()
+
+        return self._control(f"control plane stopped {self._size.pause_s:g} s", strike)
+
+    # ---- inside
+
+    def _control(self, what: str, strike: Callable[[], tuple[float, float]]) -> list[Row]:
+        before = {w.worker.incarnation for w in self._victims.workers()}
+        story = self._tell(what, strike)
+        after = {w.worker.incarnation for w in self._victims.workers()}
+        what = f"{self._shape}, {what}"
+        dead = self._row(f"{what}: workers lost", len(before - after), "workers", bar=_NONE)
+        return [self._failed(story, what, _NONE), dead]
+
+    def _tell(self, what: str, strike: Callable[[], tuple[float, float]]) -> _Story:
+        """Run the clients round one fault."""
+        size = self._size
+        num_calls = size.num_clients * size.num_calls
+        self._victims.wait_whole(size.replace_s)
+        progress = self._site.progress(f"{NAME} {self._shape} {what}", num_calls, "call")
+        with (
+            closing(progress) as bar,
+            Load(
+                self._doors, num_clients=size.num_clients, ask=size.ask, on_call=bar.update
+            ) as load,
+        ):
+            # The first calls open connections and links: they say nothing of the usual.
+            load.wait_calls(2 * size.num_clients, _WAIT_S)
+            began = time.monotonic()
+            load.wait_calls(size.num_clients * size.num_before, _WAIT_S)
+            at, repaired = strike()
+            load.wait_calls(num_calls, _WAIT_S)
+            rest_s = max(at + size.settle_s, repaired) + size.after_s - time.monotonic()
+            threading.Event().wait(max(0.0, rest_s))
+        return _Story(load.calls, began, at, repaired)
+
+    def _replaced_at(self, dead: WorkerView) -> float:
+        """Wait for the heir's first leg."""
+        heir = self._victims.wait_heir(dead, self._size.replace_s)
+
+        def serves() -> bool:
+            counters = (
+                w.report.counters
+                for w in self._victims.workers()
+                if w.worker.incarnation == heir.worker.incarnation
+            )
+            return any(each.get("legs_received", 0) > 0 for each in counters)
+
+        victims.wait_until(serves, self._size.replace_s, "the replacement serves nobody")
+        return time.monotonic()
+
+    def _failed(self, story: _Story, what: str, bar: Bar | None) -> Row:
+        failed = failures(story.calls)
+        detail = ", ".join(f"{count} {code}" for code, count in failed.items())
+        text = f"{what}: failed of {len(story.calls)}{f' ({detail})' if detail else ''}"
+        return self._row(text, sum(failed.values()), "calls", float(len(story.calls)), bar)
+
+    def _untyped(self, story: _Story, what: str) -> Row:
+        untyped = sum(not call.is_typed for call in story.calls)
+        return self._row(f"{what}: failed without a reason", untyped, "calls", bar=_NONE)
+
+    def _p50(self, story: _Story, what: str) -> list[Row]:
+        before = p50_s(story.calls, story.began, story.at)
+        since, end = story.at + self._size.settle_s, max(call.ended for call in story.calls)
+        after = p50_s(story.calls, since, story.repaired) or p50_s(story.calls, since, end)
+        if before is None or after is None:
+            return []
+        text = f"{what}: p50 from {self._size.settle_s:g} s after on, vs before"
+        return [self._row(text, after * 1e3, "ms", before * 1e3, _P50)]
+
+    def _row(
+        self, what: str, value: float, unit: str, reference: float = 1.0, bar: Bar | None = None
+    ) -> Row:
+        return Row(
+            name=NAME,
+            what=what,
+            value=float(value),
+            unit=unit,
+            reference=reference,
+            ratio=value / reference,
+            bar=bar,
+        )

@@ -1,0 +1,377 @@
+"""A cluster for fault tests: every part is a process of its own that can be killed and stopped.
+
+Processes are forked from one that has imported everything, so a worker that was killed is back
+within a second or two. Each worker keeps its port over restarts, and each router has its own
+doors, so that a test chooses whom it calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc
+import httpx
+import psutil
+
+from cluster import config as deploy_config
+from cluster.clock import SystemClock
+from cluster.config import DeployConfig, FaultsConfig
+from cluster.control.facts import Health
+from cluster.control.server import ControlServer
+from cluster.errors import PdserveError
+from cluster.rpc.faults import FaultService, FaultyTap
+from cluster.transport.faults import FaultSwitch
+from cluster.wire import faults_pb2 as wire
+from cluster.wire import faults_pb2_grpc as wire_grpc
+from deploy import worker_main
+from router.ingress import Ingress
+from tests.e2e.plain_cluster import (
+    Metrics,
+    free_ports,
+    is_quiet,
+    parse_metrics,
+    view_of,
+    wait_until,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cluster.control.facts import ClusterView
+
+CONTROL = "control"
+START_S = 60.0
+
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload([__name__])
+
+
+@dataclasses.dataclass(frozen=True)
+class Doors:
+    """Where one router is reached."""
+
+    config: DeployConfig
+    http: str
+    grpc: str
+
+
+class Faults:
+    """The fault switch of one worker or router, from outside."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
+        self._stub = wire_grpc.FaultsStub(self._channel)
+
+    def set(self, *faults: wire.Fault) -> None:
+        self._stub.Set(wire.FaultPlan(faults=faults), timeout=5, wait_for_ready=True)
+
+    def clear(self) -> list[int]:
+        return list(self._stub.Clear(wire.ClearFaults(), timeout=5, wait_for_ready=True).fired)
+
+    def fired(self) -> list[int]:
+        return list(self._stub.Fired(wire.GetFired(), timeout=5).fired)
+
+    def passed(self, point: str) -> int:
+        return self._stub.Fired(wire.GetFired(), timeout=5).passed[point]
+
+    def wait_fired(self, index: int = 0, timeout_s: float = 10) -> None:
+        wait_until(lambda: self.fired()[index] > 0, timeout_s, f"fault {index} did not happen")
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+def fault(verb: str, point: str, **options) -> wire.Fault:
+    """One entry of a plan; once, at the first message, unless told otherwise."""
+    return wire.Fault(verb=verb, point=point, **{"nth": 1, "times": 1, **options})
+
+
+class ProcessCluster:
+    """Started by ``process_cluster``; ``names`` are control, router-0, ... and the workers."""
+
+    def __init__(
+        self, config: DeployConfig, model: Path, folder: Path, *, num_routers: int = 1
+    ) -> None:
+        self.config = dataclasses.replace(config, faults=FaultsConfig(enabled=True))
+        self.model = model
+        self.folder = folder
+        endpoints = config.endpoints
+        self.control = f"{endpoints.host}:{endpoints.control_port}"
+        self.routers = {f"router-{i}": self._doors(i) for i in range(num_routers)}
+        self.pools = {
+            f"{pool.name}-{index}": pool for pool in config.pools for index in range(pool.count)
+        }
+        named = [*self.pools, *self.routers]
+        self.ports = dict(zip(named, free_ports(len(named)), strict=True))
+        """Of the workers, and of the routers' fault switches."""
+        self.processes: dict[str, multiprocessing.process.BaseProcess] = {}
+        self._faults: dict[str, Faults] = {}
+
+    @property
+    def http(self) -> str:
+        """The first router's."""
+        return self.routers["router-0"].http
+
+    @property
+    def grpc(self) -> str:
+        """The first router's."""
+        return self.routers["router-0"].grpc
+
+    def _doors(self, index: int) -> Doors:
+        endpoints = self.config.endpoints
+        if index:
+            http, grpc_port = free_ports(2)
+            endpoints = dataclasses.replace(endpoints, http_port=http, grpc_port=grpc_port)
+        return Doors(
+            config=dataclasses.replace(self.config, endpoints=endpoints),
+            http=f"http://{endpoints.host}:{endpoints.http_port}",
+            grpc=f"{endpoints.host}:{endpoints.grpc_port}",
+        )
+
+    # ---- processes
+
+    def start(self) -> None:
+        for name in (CONTROL, *self.routers, *self.pools):
+            self.start_one(name)
+        for name in self.processes:
+            self.wait_ready(name)
+        self.wait_served()
+
+    def start_one(self, name: str) -> None:
+        """Start one process; ``wait_ready`` waits for it."""
+        assert name not in self.processes
+        self._out(name).unlink(missing_ok=True)
+        if name == CONTROL:
+            target, arguments = _run_control, (self.config,)
+        elif name in self.routers:
+            config = self.routers[name].config
+            target, arguments = _run_router, (config, self.model, self.ports[name])
+        else:
+            target, arguments = _run_worker, (self._worker_arguments(name),)
+        process = _forks.Process(
+            target=_in_child, args=(target, arguments, str(self._out(name))), daemon=True
+        )
+        process.start()
+        self.processes[name] = process
+
+    def wait_ready(self, name: str, timeout_s: float = START_S) -> None:
+        process = self.processes[name]
+
+        def is_ready() -> bool:
+            assert process.is_alive(), self.log(name)[-3000:]
+            out = self._out(name)
+            return out.exists() and out.read_text().endswith("\n")
+
+        wait_until(is_ready, timeout_s, f"{name} is not ready")
+
+    def pid(self, name: str) -> int:
+        return self.processes[name].pid
+
+    def kill(self, name: str) -> int:
+        """SIGKILL; returns the pid once it is gone."""
+        process = self.processes.pop(name)
+        os.kill(process.pid, signal.SIGKILL)
+        process.join(10)
+        assert process.exitcode == -signal.SIGKILL, (name, process.exitcode)
+        if name in self._faults:
+            self._faults.pop(name).close()
+        return process.pid
+
+    def restart(self, name: str) -> None:
+        """Start it again at the same address, and wait until it is ready."""
+        self.start_one(name)
+        self.wait_ready(name)
+
+    @contextlib.contextmanager
+    def stopped(self, name: str) -> Iterator[None]:
+        """SIGSTOP, proven, for the time of a ``with``."""
+        pid = self.pid(name)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            wait_until(
+                lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, 5, "it runs on"
+            )
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+    def log(self, name: str) -> str:
+        return self._out(name).with_suffix(".log").read_text()
+
+    def stop(self) -> None:
+        for each in self._faults.values():
+            each.close()
+        for process in self.processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGCONT)
+            process.kill()
+        for process in self.processes.values():
+            process.join(10)
+
+    # ---- what it says
+
+    def faults(self, name: str) -> Faults:
+        """The switch of a worker, or that between a router and the control plane."""
+        if name not in self._faults:
+            host = self.config.endpoints.host
+            self._faults[name] = Faults(f"{host}:{self.ports[name]}")
+        return self._faults[name]
+
+    def clear_faults(self) -> None:
+        for name in self.ports:
+            if name in self.processes:
+                self.faults(name).clear()
+
+    def view(self) -> ClusterView:
+        return view_of(self)
+
+    def metrics(self, router: str = "router-0") -> Metrics:
+        return parse_metrics(httpx.get(f"{self.routers[router].http}/metrics").text)
+
+    def wait_served(self, timeout_s: float = 30) -> None:
+        """Wait until every router that runs has heard of workers of each role."""
+        for name in self.routers:
+            if name in self.processes:
+                url = f"{self.routers[name].http}/health/ready"
+                wait_until(lambda url=url: _is_ok(url), timeout_s, f"{name} is not ready")
+
+    def wait_whole(self, timeout_s: float = 30) -> None:
+        """Wait until every worker that runs is in the view, alive, under its present pid."""
+        pids = {self.pid(name) for name in self.pools if name in self.processes}
+
+        def is_whole() -> bool:
+            try:
+                view = self.view()
+            except PdserveError:
+                return False
+            alive = {w.worker.pid for w in view.workers if w.health is Health.ALIVE}
+            num_routers = sum(name in self.processes for name in self.routers)
+            return pids <= alive and view.num_routers == num_routers
+
+        wait_until(is_whole, timeout_s, "not all workers are in the view")
+        self.wait_served(timeout_s)
+
+    def wait_quiet(self, timeout_s: float = 10) -> None:
+        """Wait for Q, of the workers and of every router."""
+        wait_until(lambda: is_quiet(self), timeout_s, "work goes on after its client has left")
+        for name in self.routers:
+            if name in self.processes:
+                assert self.metrics(name).total("pdserve_requests_in_flight") == 0
+
+    # ---- inside
+
+    def _out(self, name: str) -> Path:
+        return self.folder / f"{name}.out"
+
+    def _worker_arguments(self, worker_id: str) -> list[str]:
+        path = self.folder / "deploy.yaml"
+        if not path.exists():
+            path.write_text(json.dumps(deploy_config.to_tree(self.config)))  # JSON is YAML
+        return [
+            "--config", str(path),
+            "--pool", self.pools[worker_id].name,
+            "--worker-id", worker_id,
+            "--model-path", str(self.model),
+            "--control", self.control,
+            "--port", str(self.ports[worker_id]),
+        ]  # fmt: skip
+
+
+def _is_ok(url: str) -> bool:
+    try:
+        return httpx.get(url).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+@contextlib.contextmanager
+def process_cluster(
+    config: DeployConfig, model: Path, folder: Path, *, num_routers: int = 1
+) -> Iterator[ProcessCluster]:
+    """Run a cluster, with the fault seam, for the time of a ``with``."""
+    cluster = ProcessCluster(config, model, folder, num_routers=num_routers)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@contextlib.contextmanager
+def supervised(cluster: ProcessCluster) -> Iterator[None]:
+    """Start anew whatever dies, as a host would, for the time of a ``with``."""
+    reader, writer = multiprocessing.Pipe(duplex=False)
+
+    def supervise() -> None:
+        while True:
+            names = {process.sentinel: name for name, process in cluster.processes.items()}
+            for ready in multiprocessing.connection.wait([reader, *names]):
+                if ready is reader:
+                    return
+                cluster.processes.pop(names[ready]).join(10)
+                cluster.start_one(names[ready])
+
+    thread = threading.Thread(target=supervise, name="supervisor", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        writer.send(None)
+        thread.join(10)
+        reader.close()
+        writer.close()
+
+
+# ---- in the processes
+
+
+def _in_child(target, arguments, out: str) -> None:
+    log = os.open(Path(out).with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 2)
+    os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT), 1)
+    sys.stdout, sys.stderr = open(1, "w"), open(2, "w")  # noqa: SIM115 (they live as long)
+    sys.exit(target(*arguments))
+
+
+def _run_worker(arguments: list[str]) -> int:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    return worker_main.main(arguments)
+
+
+def _run_control(config: DeployConfig) -> None:
+    async def serve() -> None:
+        control = ControlServer(config, SystemClock())
+        await control.start(config.endpoints.host, config.endpoints.control_port)
+        await _forever()
+
+    asyncio.run(serve())
+
+
+def _run_router(config: DeployConfig, model: Path, fault_port: int) -> None:
+    async def serve() -> None:
+        switch = FaultSwitch()
+        server = grpc.aio.server()
+        FaultService(switch).add_to(server)
+        server.add_insecure_port(f"{config.endpoints.host}:{fault_port}")
+        await server.start()
+        await Ingress(config, model, tap=FaultyTap(switch)).start()
+        await _forever()
+
+    asyncio.run(serve())
+
+
+async def _forever() -> None:
+    sys.stdout.write("{}\n")
+    sys.stdout.flush()
+    await asyncio.Event().wait()

@@ -1,0 +1,114 @@
+"""Greedy requests over gRPC, each on a thread of its own, for tests that disturb them."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+
+from cluster.errors import PdserveError
+from deploy.client import Client
+from tests.e2e.reference import NEAR_TIE, Reference, greedy
+
+ANSWER_S = 20.0
+"""No request may take longer; its deadline is shorter."""
+DEADLINE_S = 15.0
+
+
+class Stream(threading.Thread):
+    """One request; keeps its tokens, its error, and when what happened."""
+
+    def __init__(
+        self, address: str, prompt: list[int], num_tokens: int, *, deadline_s: float = DEADLINE_S
+    ) -> None:
+        super().__init__(daemon=True)
+        self._address = address
+        self._prompt = prompt
+        self._num_tokens = num_tokens
+        self._deadline_s = deadline_s
+        self._client: Client | None = None
+        self._has_come = threading.Condition()
+        self.tokens: list[int] = []
+        self.times: list[float] = []
+        """When each message with tokens came."""
+        self.error = ""
+        self.finish_reason = ""
+        self.started_at = self.ended_at = 0.0
+
+    def run(self) -> None:
+        self.started_at = time.monotonic()
+        try:
+            with Client(self._address) as self._client:
+                for piece in self._client.generate(
+                    prompt_ids={"ids": self._prompt},
+                    max_tokens=self._num_tokens,
+                    temperature=0.0,
+                    ignore_eos=True,
+                    timeout_s=self._deadline_s,
+                ):
+                    self._take(piece)
+        except PdserveError as error:
+            self.error = error.code
+        finally:
+            with self._has_come:
+                self.ended_at = time.monotonic()
+                self._has_come.notify_all()
+
+    def _take(self, piece) -> None:
+        with self._has_come:
+            if piece.token_ids:
+                self.times.append(time.monotonic())
+            self.tokens.extend(piece.token_ids)
+            self.finish_reason = piece.finish_reason or self.finish_reason
+            self._has_come.notify_all()
+
+    @property
+    def seconds(self) -> float:
+        return self.ended_at - self.started_at
+
+    @property
+    def longest_gap_s(self) -> float:
+        """Between two messages with tokens, and from the call to the first one."""
+        instants = [self.started_at, *self.times]
+        return max(b - a for a, b in itertools.pairwise(instants))
+
+    def leave(self) -> None:
+        self._client.close()
+
+    def wait_tokens(self, num_tokens: int, timeout_s: float = ANSWER_S) -> None:
+        """Wait until it has so many, or has ended."""
+        with self._has_come:
+            is_there = self._has_come.wait_for(
+                lambda: len(self.tokens) >= num_tokens or self.ended_at, timeout_s
+            )
+        assert is_there, f"{len(self.tokens)} tokens came, not {num_tokens}"
+
+    def wait_end(self, timeout_s: float = ANSWER_S) -> None:
+        self.join(timeout_s)
+        assert not self.is_alive(), "the request hangs"
+
+
+class Prompts:
+    """Prompts unlike one another from the first block on, with what transformers says to each."""
+
+    def __init__(self, model, count: int, *, num_prompt: int, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self.prompts = [
+            [5 + (number * 7 + i * (number + 3)) % 500 for i in range(num_prompt)]
+            for number in range(count)
+        ]
+        self.reference: Reference = greedy(model, self.prompts, num_tokens)
+
+    def stream(self, address: str, number: int, **options) -> Stream:
+        """Start one of them."""
+        stream = Stream(address, self.prompts[number], self.num_tokens, **options)
+        stream.start()
+        return stream
+
+    def check(self, number: int, stream: Stream, *, is_whole: bool = True) -> None:
+        """CASES §0 W and N: what came is right as far as it goes."""
+        expected, gaps = self.reference.tokens[number], self.reference.gaps[number]
+        if is_whole:
+            assert (stream.error, len(stream.tokens)) == ("", self.num_tokens)
+        at = next((i for i, t in enumerate(stream.tokens) if t != expected[i]), None)
+        assert at is None or gaps[at] < NEAR_TIE, f"token {at} is wrong: {stream.tokens}"

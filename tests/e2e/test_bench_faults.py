@@ -1,0 +1,51 @@
+"""The benchmarks that kill, on a small cluster of the tiny model whose dead are replaced."""
+
+import pytest
+
+from cluster.config import Role
+from deploy.bench import fault_table, restarts
+from deploy.bench.load import Ask
+from tests.deploy.bench_doors import make_site
+from tests.e2e.plain_cluster import make_config
+from tests.e2e.process_cluster import process_cluster, supervised
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(120)]
+ASK = Ask(num_prompt_tokens=32, max_tokens=16)
+TABLE = fault_table.FaultTableSize(
+    num_clients=4, num_calls=20, num_before=8, settle_s=1.0, after_s=0.5, pause_s=4.0, ask=ASK
+)
+RESTARTS = restarts.RestartsSize(
+    num_restarts=6, num_warm=2, num_normal=10, quiet_s=1.0, ask=ASK
+)  # fmt: skip
+
+
+def cluster_of(count: int, model, folder):
+    pools = {"prefill": (Role.PREFILL, count), "decode": (Role.DECODE, count)}
+    return process_cluster(make_config(model, pools), model, folder)
+
+
+def check(rows) -> None:
+    assert [f"{row.what}: {row.value:.2f} {row.unit}" for row in rows if row.holds is False] == []
+
+
+def test_with_a_spare_of_each_nobody_notices(tiny_llama, tmp_path):
+    """CASES P-19, P-20: kill -9 of any process but the router's: no failed call."""
+    with cluster_of(2, tiny_llama, tmp_path) as cluster, supervised(cluster):
+        rows = fault_table.measure_spare(make_site(tmp_path), cluster, TABLE)
+    check(rows)
+    assert sum("failed of" in row.what for row in rows) == 4
+
+
+def test_without_a_spare_what_fails_has_a_reason(tiny_llama, tmp_path):
+    """CASES P-19, P-20: with one of each, failures are typed and all is soon whole."""
+    with cluster_of(1, tiny_llama, tmp_path) as cluster, supervised(cluster):
+        rows = fault_table.measure_single(make_site(tmp_path), cluster, TABLE)
+    check(rows)
+
+
+def test_restarts_leave_nothing_in_the_survivors(tiny_llama, tmp_path):
+    """CASES P-23: every restart is another incarnation at the same address, under load."""
+    with cluster_of(1, tiny_llama, tmp_path) as cluster, supervised(cluster):
+        rows = restarts.measure(make_site(tmp_path), cluster, RESTARTS)
+    check(rows)
+    assert len(rows) == 10

@@ -1,0 +1,57 @@
+"""Bytes of a handoff that was given up come late, when its blocks belong to somebody else."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from cluster.config import Role
+from tests.e2e.plain_cluster import make_config, wait_until, with_pool
+from tests.e2e.process_cluster import fault, process_cluster
+from tests.e2e.streams import Prompts
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(120)]
+NUM_PROMPT, NUM_TOKENS, NUM_BLOCKS, NUM_REPEATS = 160, 8, 16, 50
+
+
+def counter(cluster, worker_id: str, name: str) -> float:
+    return next(
+        w.report.counters[name] for w in cluster.view().workers if w.worker.worker_id == worker_id
+    )
+
+
+@pytest.mark.parametrize("digest", [True, False], ids=["digest", "no-digest"])
+def test_late_bytes_never_reach_the_next_owner(digest, tiny_llama, tmp_path):
+    """CASES P-21: A is aborted in mid-transfer, B gets its blocks, A's bytes come late: B = ref.
+
+    Both pools hold 16 blocks and each request needs 11, so that B must get blocks of A's, at the
+    decode worker while A's bytes are still on their way, and at the prefill worker while they are
+    still being read.
+    """
+    pools = {"prefill": (Role.PREFILL, 1), "decode": (Role.DECODE, 1)}
+    config = make_config(tiny_llama, pools, kv_tokens=16 * NUM_BLOCKS)
+    config = with_pool(config, "prefill", chunk_tokens=32)
+    limits = dataclasses.replace(config.limits, kv_digest=digest)
+    config = dataclasses.replace(config, limits=limits)
+    prompts = Prompts(tiny_llama, 2 * NUM_REPEATS, num_prompt=NUM_PROMPT, num_tokens=NUM_TOKENS)
+    with process_cluster(config, tiny_llama, tmp_path) as cluster:
+        prefill = cluster.faults("prefill-0")
+        for number in range(0, 2 * NUM_REPEATS, 2):
+            # STEP 1: A stands still with some of its bytes sent.
+            prefill.set(fault("hold", "data.send", nth=2))
+            a = prompts.stream(cluster.grpc, number)
+            prefill.wait_fired()
+            # STEP 2: A is aborted, and B has the decode worker's blocks.
+            a.leave()
+            a.wait_end()
+            b = prompts.stream(cluster.grpc, number + 1)
+            wait_until(lambda: prefill.passed("signal.credit") == 2, 10, "B got no blocks")
+            # STEP 3: A's bytes arrive, then B's.
+            assert prefill.clear() == [1]
+            b.wait_end()
+            prompts.check(number + 1, b)
+        cluster.wait_quiet()
+        assert counter(cluster, "decode-0", "segments_dropped") >= NUM_REPEATS
+        for worker_id in cluster.pools:
+            assert counter(cluster, worker_id, "kv_check_failures") == 0

@@ -1,0 +1,151 @@
+"""Prefill and decode workers that do not match: converted exactly, or refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import httpx
+import pytest
+
+from cluster.config import Dtype, Role
+from tests.e2e.plain_cluster import make_config, wait_until, with_pool
+from tests.e2e.process_cluster import ProcessCluster
+from tests.e2e.streams import Prompts
+from tests.factories_model import write_tiny_llama
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(60)]
+POOLS = {"prefill": (Role.PREFILL, 1), "decode": (Role.DECODE, 1)}
+
+
+class Mismatched(ProcessCluster):
+    """Its workers are started one by one, each with a deploy file or a model of its own."""
+
+    def start(self) -> None:
+        for name in ("control", "router-0"):
+            self.start_one(name)
+            self.wait_ready(name)
+
+    def join(self, worker_id: str, *, model=None, config=None) -> None:
+        """Start a worker that believes something else."""
+        self.model, was_model = model or self.model, self.model
+        self.config, was_config = config or self.config, self.config
+        (self.folder / "deploy.yaml").unlink(missing_ok=True)
+        self.start_one(worker_id)
+        self.model, self.config = was_model, was_config
+
+
+@pytest.fixture
+def start(tiny_llama, tmp_path):
+    started = []
+
+    def start(config) -> Mismatched:
+        cluster = Mismatched(config, tiny_llama, tmp_path)
+        started.append(cluster)
+        cluster.start()
+        return cluster
+
+    yield start
+    for cluster in started:
+        cluster.stop()
+
+
+@pytest.mark.parametrize(("prefill_size", "decode_size"), [(16, 32), (32, 16), (16, 8)])
+def test_block_sizes_that_differ_are_converted(prefill_size, decode_size, start, tiny_llama):
+    """CASES P-22: 16 against 32 and the like give the tokens of a pair that agrees."""
+    config = make_config(tiny_llama, POOLS)
+    config = with_pool(config, "prefill", block_size=prefill_size, chunk_tokens=24)
+    cluster = start(with_pool(config, "decode", block_size=decode_size))
+    for worker_id in cluster.pools:
+        cluster.join(worker_id)
+        cluster.wait_ready(worker_id)
+    cluster.wait_whole()
+    for length in (1, 15, 16, 17, 31, 32, 33, 64, 100):
+        prompts = Prompts(tiny_llama, 2, num_prompt=length, num_tokens=12)
+        for number in range(2):
+            stream = prompts.stream(cluster.grpc, number)
+            stream.wait_end()
+            prompts.check(number, stream)
+    cluster.wait_quiet()
+
+
+@pytest.mark.parametrize("dtypes", [(Dtype.FP32, Dtype.BF16), (Dtype.BF16, Dtype.FP32)])
+def test_dtypes_that_differ_are_converted(dtypes, start, tiny_llama):
+    """CASES P-22: KV in bf16 on one side: every token comes; they are near, not the same."""
+    config = make_config(tiny_llama, POOLS)
+    config = with_pool(config, "prefill", kv_dtype=dtypes[0])
+    cluster = start(with_pool(config, "decode", kv_dtype=dtypes[1]))
+    for worker_id in cluster.pools:
+        cluster.join(worker_id)
+        cluster.wait_ready(worker_id)
+    cluster.wait_whole()
+    prompts = Prompts(tiny_llama, 4, num_prompt=50, num_tokens=12)
+    streams = [prompts.stream(cluster.grpc, number) for number in range(4)]
+    for number, stream in enumerate(streams):
+        stream.wait_end()
+        assert (stream.error, len(stream.tokens)) == ("", 12)
+        # The first token is the prefill worker's own, from KV it did not convert.
+        assert stream.tokens[0] == prompts.reference.tokens[number][0]
+    cluster.wait_quiet()
+
+
+def other_layers(tmp_path_factory) -> dict:
+    return {"model": write_tiny_llama(tmp_path_factory.mktemp("layers"), num_layers=3)}
+
+
+def other_weights(tmp_path_factory) -> dict:
+    return {"model": write_tiny_llama(tmp_path_factory.mktemp("weights"), seed=7)}
+
+
+MISMATCHES = {"layers": other_layers, "model revision": other_weights}
+
+
+@pytest.mark.parametrize("what", MISMATCHES)
+def test_what_cannot_be_converted_is_refused_when_it_registers(
+    what, start, tiny_llama, tmp_path_factory
+):
+    """CASES P-22: named in the worker's log, in the view and to the client; never routed."""
+    cluster = start(make_config(tiny_llama, POOLS))
+    cluster.join("prefill-0")
+    cluster.wait_ready("prefill-0")
+    cluster.join("decode-0", **MISMATCHES[what](tmp_path_factory))
+    wait_until(lambda: cluster.view().refused, 30, "it was not refused")
+    check_refused(cluster, "layout.")
+
+
+def test_a_worker_that_contradicts_the_deploy_file_is_refused(start, tiny_llama):
+    """CASES P-22: another maximum length or block size than the deploy file has."""
+    config = make_config(tiny_llama, POOLS)
+    cluster = start(config)
+    cluster.join("prefill-0")
+    cluster.wait_ready("prefill-0")
+    cluster.join("decode-0", config=with_pool(config, "decode", block_size=32))
+    wait_until(lambda: cluster.view().refused, 30, "it was not refused")
+    check_refused(cluster, "block_size: 16 in the deploy file, 32 at the worker")
+
+
+def test_another_maximum_length_is_refused(start, tiny_llama):
+    """CASES P-22: a worker that would take longer requests than the cluster promises."""
+    config = make_config(tiny_llama, POOLS)
+    short = dataclasses.replace(config, model=dataclasses.replace(config.model, max_model_len=256))
+    cluster = start(short)
+    cluster.join("prefill-0")
+    cluster.wait_ready("prefill-0")
+    cluster.join("decode-0", config=config)
+    wait_until(lambda: cluster.view().refused, 30, "it was not refused")
+    check_refused(cluster, "max_model_len")
+
+
+def check_refused(cluster: Mismatched, reason: str) -> None:
+    """The same reason everywhere, and a client that hears it at once."""
+    (refused,) = cluster.view().refused
+    assert refused.worker_id == "decode-0"
+    assert reason in refused.reason
+    process = cluster.processes.pop("decode-0")
+    process.join(20)
+    assert process.exitcode == 2, "it could not start, and says so"
+    assert reason in cluster.log("decode-0")
+    body = {"model": "tiny", "prompt": [5, 6], "max_tokens": 4}
+    answer = httpx.post(f"{cluster.http}/v1/completions", json=body, timeout=10)
+    assert answer.status_code == 503
+    assert answer.elapsed.total_seconds() < 2
+    assert reason in answer.json()["error"]["message"]
