@@ -341,6 +341,7 @@ def _check(config: DeployConfig) -> None:
             _check_positive(f"{section}.{name}", getattr(getattr(config, section), name))
     _check_tiers(config.scheduling)
     _check_faults(config)
+    _check_auth(config.auth)
     _check_host(config.endpoints.host)
     ports = [getattr(config.endpoints, f"{door}_port") for door in ("http", "grpc", "control")]
     if any(not 0 < port < 65536 for port in ports) or len(set(ports)) != len(ports):
@@ -364,6 +365,14 @@ def _check_faults(config: DeployConfig) -> None:
             "faults.enabled: only with a loopback endpoints.host: whoever reaches a worker could "
             "break it",
             field="faults.enabled",
+        )
+
+
+def _check_auth(auth: AuthConfig) -> None:
+    if auth.keys_file and not auth.keys_file.startswith("/"):
+        raise ConfigError(
+            "auth.keys_file: must be an absolute path, since routers may start in any folder",
+            field="auth.keys_file",
         )
 
 

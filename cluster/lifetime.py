@@ -17,9 +17,9 @@ class LegTimes:
     compute_s: float = 0.0
     """PREFILL: from the first step to the first token. Else: from the first step to the end."""
     reserve_wait_s: float = 0.0
-    """PREFILL: from the offer to its credit."""
+    """PREFILL: from the first offer to the credit that was used."""
     transfer_s: float = 0.0
-    """PREFILL: from the manifest to the COMMIT."""
+    """PREFILL: with the link: each segment from its manifest until it left, the last to COMMIT."""
     exposed_s: float = 0.0
     """PREFILL: from the first token to the COMMIT: what the transfer delays the second token."""
     transfer_bytes: int = 0

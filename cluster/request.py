@@ -87,6 +87,8 @@ class Request:
     """Of the key that the call came with; prefix caches are kept apart by it."""
     expected_tokens: int | None = None
     """The client's guess at its output's length."""
+    priority: str = ""
+    """Name of its tier; empty: the default one."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -133,6 +135,10 @@ class Leg:
     peer: Peer | None = None
     tenant: str = ""
     """Whose request it is, by its authenticated identity; KV is found again within one tenant."""
+    priority: str = ""
+    """Name of its tier; empty: the default one."""
+    expected_tokens: int | None = None
+    """The client's guess at its output's length."""
 
 
 @dataclass(frozen=True, slots=True)

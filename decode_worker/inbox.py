@@ -90,13 +90,18 @@ class Inbox:
         lease_s: float,
         patience_s: float,
         errands: Errands,
+        reserves_all: bool = False,
     ) -> None:
-        """``patience_s``: how long an offer waits for blocks before it is refused."""
+        """``patience_s``: how long an offer waits for blocks before it is refused.
+
+        ``reserves_all``: for the whole output that may follow too, since nobody will give way.
+        """
         self._pool = pool
         self._cache = cache
         self._layout = layout
         self._clock = clock
         self._lease_s = lease_s
+        self._reserves_all = reserves_all
         self._owner: InboxEvents | None = None
         self._imports: dict[str, Import] = {}
         self._waiting = WaitingImports(patience_s)
@@ -178,14 +183,22 @@ class Inbox:
             handoff_id, handoff = entry.handoff_id, entry.handoff
             assert handoff is not None, "joined before it waits"
             assert entry.link is not None, "offered over a link"
-            if self._pool.reserve(handoff.num_blocks, handoff_id, handoff.key) is None:
+            num_blocks = self._num_to_reserve(entry, handoff)
+            if self._pool.reserve(num_blocks, handoff_id, handoff.key) is None:
                 return
             self._waiting.remove(entry)
             handoff.advance(HandoffState.RESERVED)
-            logger.info(
-                "handoff=%s leg=%s reserved blocks=%d", handoff_id, handoff.key, handoff.num_blocks
-            )
+            logger.info("handoff=%s leg=%s reserved blocks=%d", handoff_id, handoff.key, num_blocks)
             self._errands.tell(entry.link, Credit(handoff_id=handoff_id))
+
+    def _num_to_reserve(self, entry: Import, handoff: Handoff) -> int:
+        assert entry.opened is not None, "joined before it waits"
+        if not self._reserves_all:
+            return handoff.num_blocks
+        leg = entry.opened.leg
+        # The last token's KV is never computed.
+        num_tokens = len(leg.prompt_ids) + leg.params.max_tokens - 1
+        return max(handoff.num_blocks, self._layout.num_blocks_for(num_tokens))
 
     # ---- for the links
 

@@ -1,8 +1,9 @@
 """Where the bytes of one handoff land: its state and its blocks change hands together.
 
-The link's thread writes, the event loop may take the blocks away at any moment. Both do so under
-the landing's own lock, one slice at a time, so that an abort waits for one slice's copy at most and
-nobody else waits at all: neither the step thread nor other handoffs.
+The link's thread writes, the event loop may take the blocks away at any moment. Before each slice
+the link's thread looks again whether the blocks are still the handoff's; an abort in the midst of
+a slice fences them, and they are free when that copy is over. So nobody waits for a copy, and no
+block is another's while one byte can still reach it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from cluster.transport.manifest import Manifest
 
 SLICE_BYTES = 1 << 20
-"""Copied under the lock at a time."""
+"""Copied between two looks at the handoff's state."""
 
 
 class BlockWriter(Protocol):
@@ -55,6 +56,7 @@ class Landing:
         self._cache = cache
         self._layout = layout
         self._lock = threading.Lock()
+        self._is_copying = False
         self._theirs: KVLayout | None = None
         self._num_announced = 0
         self._num_landed = 0
@@ -103,19 +105,22 @@ class Landing:
         for first in range(0, num_blocks, step):
             last = min(first + step, num_blocks)
             slice_B = staged_B[first * block_bytes : last * block_bytes]
-            with self._lock:
-                # Whoever ends the handoff does so under this lock: these blocks are still ours.
-                block_ids = self.writable()
-                if block_ids is None:
-                    return
+            block_ids = self._begin_copy()
+            if block_ids is None:
+                return
+            try:
                 first_block = manifest.first_block + start + first
                 self._copy(block_ids, manifest, first_block, last - first, slice_B)
+            finally:
+                self._end_copy()
 
     def writable(self) -> tuple[int, ...] | None:
         """Return the handoff's blocks while it is being sent; to be called under the lock."""
         if self.handoff.state is not HandoffState.SENDING:
             return None
-        return self._pool.importing(self.handoff.handoff_id)
+        block_ids = self._pool.importing(self.handoff.handoff_id)
+        # Those after them are for tokens to come.
+        return None if block_ids is None else block_ids[: self.handoff.num_blocks]
 
     def commit(self) -> None:
         """Give the blocks to the handoff's sequence."""
@@ -124,10 +129,24 @@ class Landing:
             self._pool.adopt(self.handoff.handoff_id)
 
     def abort(self, cause: AbortCause) -> None:
-        """Give the blocks back, if it has any; not one byte reaches them after that."""
+        """Give the blocks back, if it has any; not one byte reaches a later holder of them."""
         with self._lock:
             self.handoff.advance(HandoffState.ABORTED, cause)
-            self._pool.cancel(self.handoff.handoff_id)
+            if self._is_copying:
+                self._pool.fence(self.handoff.handoff_id)
+            else:
+                self._pool.cancel(self.handoff.handoff_id)
+
+    def _begin_copy(self) -> tuple[int, ...] | None:
+        with self._lock:
+            block_ids = self.writable()
+            self._is_copying = block_ids is not None
+            return block_ids
+
+    def _end_copy(self) -> None:
+        with self._lock:
+            self._is_copying = False
+        self._pool.unfence(self.handoff.handoff_id)  # if an abort came meanwhile
 
     def _copy(
         self,

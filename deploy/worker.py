@@ -18,15 +18,17 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 from cluster.clock import Clock, SystemClock
-from cluster.config import Role
+from cluster.config import Preemption, Role
 from cluster.control.membership import LEFT_FOR_FAULT
 from cluster.control.report_client import ReportClient
 from cluster.engine.loop import EngineLoop
+from cluster.engine.rules import Rules
 from cluster.engine.scheduler import StepScheduler
 from cluster.engine.step_model import StepModel
 from cluster.errors import EngineFault, StartupError, WorkerLost
 from cluster.kv.block_pool import BlockPool
 from cluster.kv.prefix_index import PrefixIndex
+from cluster.policy.tiers import Tiers
 from cluster.request import Peer
 from cluster.rpc.errands import Errands
 from cluster.rpc.leg_rules import LegRules
@@ -228,6 +230,7 @@ class Worker:
             pool.token_budget,
             pool.chunk_tokens,
             self._parts.max_model_len,
+            Rules.of(self._config.scheduling, pool),
         )
         speed = self._parts.speed
         return EngineLoop(
@@ -251,6 +254,7 @@ class Worker:
                 max_model_len=parts.max_model_len,
                 vocab_size=parts.vocab_size,
                 worker_id=self.worker_id,
+                tiers=Tiers.of(self._config.scheduling),
             ),
             check_state=self._check_state,
         )
@@ -294,6 +298,7 @@ class Worker:
             lease_s=self._config.limits.export_lease_s,
             patience_s=self._config.limits.reserve_patience_s,
             errands=self._errands,
+            reserves_all=self._config.scheduling.preemption is Preemption.OFF,
         )
         self._acceptor = LinkAcceptor(
             me=self._link_name(),

@@ -145,10 +145,13 @@ class WorkerReporter:
             counters["transfers_ok"] = sent["committed"]
             counters["transfers_failed"] = sent["failed"]
             counters["transfer_bytes"] = sent["bytes"]
+            counters["exports_waited"] = sent["waited"]
+            counters["exports_redirected"] = sent["redirected"]
         if self._decode is not None:
             taken = self._decode.inbox.counts
             counters["imports_ok"] = taken["committed"]
             counters["imports_failed"] = taken["failed"]
             counters["import_bytes"] = taken["bytes"]
+            counters["offers_refused"] = taken["refused"]
             counters["segments_dropped"] = taken["dropped_segments"]
         return counters

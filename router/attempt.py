@@ -171,6 +171,8 @@ class Attempt:
             output_ids=self._output_ids,
             params=self._params,
             tenant=request.tenant,
+            priority=request.priority,
+            expected_tokens=request.expected_tokens,
             remaining_s=request.deadline - self._parts.clock.now(),
             grant_id=self.grant_ids[-1],
             handoff_id="" if kind is LegKind.LOCAL else self._handoff_id,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import re
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,7 +20,7 @@ _DRAIN_BYTES = 64 << 20
 _DRAIN_S = 2.0
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
-_STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+_ONE_KIND = bytes.maketrans(b"{}", b"[]")
 
 CLIENT_ID_HEADER = "x-client-request-id"
 """An id of the client's own, echoed, by which its tenant can cancel the call."""
@@ -79,8 +78,9 @@ async def _read(request: Request, max_bytes: int) -> bytes:
 
 
 def _parse(body: bytes, max_depth: int) -> dict[str, object]:
-    if _depth(body) > max_depth:
-        raise InvalidRequest(f"the body is nested deeper than {max_depth} levels")
+    if _is_deeper(body, max_depth):
+        reason = f"the body is nested deeper than {max_depth} levels, or brackets are left open"
+        raise InvalidRequest(reason)
     try:
         tree = json.loads(body.decode("utf-8"), parse_constant=_no_constant)
     except (RecursionError, ValueError) as error:
@@ -90,10 +90,15 @@ def _parse(body: bytes, max_depth: int) -> dict[str, object]:
     return tree
 
 
-def _depth(body: bytes) -> int:
-    """Return how deep brackets nest outside of strings; what is no JSON is found out later."""
-    brackets = _STRING.sub(b"", body).translate(None, delete=_NOT_BRACKETS)
-    return max(itertools.accumulate(map(_STEPS.__getitem__, brackets)), default=0)
+def _is_deeper(body: bytes, max_depth: int) -> bool:
+    """Whether brackets nest deeper, outside of strings; those that don't close count as well."""
+    brackets = _STRING.sub(b"", body).translate(_ONE_KIND, delete=_NOT_BRACKETS)
+    for _ in range(max_depth):
+        if not brackets:
+            return False
+        # Takes the innermost level of all that nests; the work is C's.
+        brackets = brackets.replace(b"[]", b"")
+    return bool(brackets)
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
     from cluster.clock import Clock
     from cluster.control.capacity import Capacity
+    from router.checked import Checked, CheckedText
     from router.events import Counter
     from router.given import Caller
     from router.prompts import Prompt
     from router.text import TextCodec
-    from router.validate import Checked, CheckedText
 
     T = TypeVar("T")
 

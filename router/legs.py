@@ -115,13 +115,15 @@ class _Worker:
         legs, self.legs = self.legs, {}
         for key, (kind, hear) in legs.items():
             logger.warning("leg=%s worker=%s lost: %s", key, peer.worker_id, reason)
+            # A worker that does both is a decode worker that prefills by itself.
+            stage = (kind if kind is LegKind.PREFILL else LegKind.DECODE).value
             error = WorkerLost(
-                f"the {kind.value} worker was lost", stage=kind.value, worker_id=peer.worker_id
+                f"the {stage} worker was lost", stage=stage, worker_id=peer.worker_id
             )
             end = LegEnd(key=key, error=error)
             hear(LegNews(kind, peer.incarnation, end, is_death=self.has_answered))
 
-    def _tell(self, said: Token | LegEnd | ExportWaiting, leg: tuple[LegKind, Hear] | None) -> None:
+    def _tell(self, said: Said, leg: tuple[LegKind, Hear] | None) -> None:
         if leg is not None:
             kind, hear = leg
             hear(LegNews(kind, self.peer.incarnation, said))

@@ -130,6 +130,9 @@ class Life:
             remaining_s=self.remaining_s(),
             avoid=tuple(self._avoid),
             export=export,
+            priority=self.request.priority,
+            tenant=self.request.tenant,
+            expected_tokens=self.request.expected_tokens,
         )
 
     # ---- inside

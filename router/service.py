@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from cluster.control.capacity import Capacity
     from cluster.control.facts import ClusterView
     from router.calls import CallPlan
+    from router.checked import Checked
     from router.dispatch import Dispatcher
     from router.given import GenerateInput, TokenizeInput
     from router.metrics import RouterMetrics
     from router.served import ServedModel
     from router.text import TextCodec
-    from router.validate import Checked
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,8 @@ VIEW_MAX_AGE_S = 15.0
 """An older picture of the cluster is none: the control plane is gone, not restarting. One that was
 stopped for 10 s is waited for."""
 _RETRY_AFTER_S = 1.0
+MAX_WATCHERS = 256
+"""Clients that watch the cluster through one router."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ class Service:
         self._clock: Clock = dispatcher.clock
         self._door = door or Door()
         self._streams = StreamsPerKey(limits.max_streams_per_key)
-        self._num_at_edge = 0
+        self._num_at_edge = self._num_watching = 0
         max_prompt_chars = model.max_model_len * codec.max_token_chars
         self._validator = Validator(model, limits, max_prompt_chars=max_prompt_chars)
         self._intake = Intake(codec, capacity, self._clock, max_prompt_chars=max_prompt_chars)
@@ -163,6 +165,20 @@ class Service:
             yield
         finally:
             self._num_at_edge -= 1
+
+    @contextlib.contextmanager
+    def watching(self, caller: Caller) -> Iterator[None]:
+        """Hold a place for one who watches the cluster; raises QueueFull where there is none."""
+        if self._num_watching >= MAX_WATCHERS:
+            reason = f"{MAX_WATCHERS} clients watch the cluster, the most there may be"
+            raise QueueFull(reason, stage="edge", retry_after_s=_RETRY_AFTER_S)
+        self._streams.take(caller)
+        self._num_watching += 1
+        try:
+            yield
+        finally:
+            self._num_watching -= 1
+            self._streams.give_back(caller)
 
     async def tokenise(self, given: TokenizeInput) -> tuple[int, ...]:
         """Return the ids that a prompt would have; raises as ``generate`` does."""

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cluster.errors import InvalidRequest, ModelNotFound
 from cluster.request import SamplingParams
 from router import values
-from router.messages import Chat, MessageCheck
-from router.prompts import Prompt, PromptCheck
+from router.checked import Checked, CheckedText
+from router.messages import MessageCheck
+from router.prompts import PromptCheck
 from router.unserved import refuse_unserved
 
 if TYPE_CHECKING:
     from cluster.config import LimitsConfig
     from router.given import GenerateInput, TokenizeInput
+    from router.messages import Chat
+    from router.prompts import Prompt
     from router.served import ServedModel
 
 _GREEDY_BELOW = 1e-5  # dividing logits by less than this overflows; the limit is the best token
@@ -30,46 +32,6 @@ _DEFAULT_PRIORITIES = (0, "default", "normal")
 
 MAX_PROMPT_LOGPROBS = 5
 """Best tokens that OpenAI's completions tell at most."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checked:
-    """A call whose every value is legal; its prompts are not tokenised yet."""
-
-    prompts: tuple[Prompt, ...]
-    """Empty for a chat."""
-    chat: Chat | None
-    num_choices: int
-    """Of each prompt."""
-    max_tokens: int | None
-    """None fills the context; 0, with ``echo`` only, scores the prompt and generates nothing."""
-    max_tokens_field: str
-    params: SamplingParams
-    """All but ``max_tokens`` and, where the client gave none, the seed."""
-    has_seed: bool
-    is_echoed: bool
-    expected_tokens: int | None
-    timeout_s: float
-    wants_timeline: bool
-    client_request_id: str
-
-    @property
-    def prompt_field(self) -> str:
-        """The client's name of what was given."""
-        return "messages" if self.chat is not None else "prompt"
-
-    @property
-    def num_all_choices(self) -> int:
-        """Choices of all prompts together."""
-        return max(1, len(self.prompts)) * self.num_choices
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckedText:
-    """A text or chat to be tokenised."""
-
-    source: str | Chat
-    has_special_tokens: bool
 
 
 class Validator:

@@ -17,6 +17,7 @@ from cluster.rpc.link_dialer import LinkDialer
 from cluster.transport.base import Transport
 from cluster.transport.loopback import LoopbackTransport
 from cluster.transport.manifest import Manifest
+from cluster.transport.shm import ShmTransport
 from cluster.transport.staging import TransferLimits
 from cluster.transport.torch_dist import TorchDistTransport
 from cluster.wire import worker_pb2_grpc
@@ -109,6 +110,10 @@ def loopback() -> tuple[Transport, Transport]:
 
 def gloo() -> tuple[Transport, Transport]:
     return TorchDistTransport(), TorchDistTransport()
+
+
+def shm() -> tuple[Transport, Transport]:
+    return ShmTransport(), ShmTransport()
 
 
 def make_manifest(num_tokens: int, handoff_id: str = "h1") -> Manifest:

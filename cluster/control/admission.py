@@ -76,7 +76,8 @@ def _expectations(
 
 
 def _difference(new: Registration, layout: KVLayout, others: Iterable[Registration]) -> str | None:
-    for other in others:
+    # Thousands of workers have a handful of layouts.
+    for other in {(other.pool, other.layout): other for other in others}.values():
         is_mate = other.pool == new.pool
         for difference in KVLayout.parse(other.layout).differences(layout):
             if is_mate or not difference.is_convertible:

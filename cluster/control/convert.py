@@ -35,6 +35,9 @@ def want_to_wire(want: facts.Want) -> pb.Want:
         else pb.ExportRef(
             grant_id=export.grant_id, worker_id=export.worker_id, incarnation=export.incarnation
         ),
+        priority=want.priority,
+        tenant=want.tenant,
+        expected_tokens=want.expected_tokens,
     )
 
 
@@ -50,6 +53,9 @@ def want_from_wire(message: pb.Want) -> facts.Want:
         avoid=tuple(message.avoid),
         is_resent=message.is_resent,
         export=_export_from_wire(message.export) if message.HasField("export") else None,
+        priority=message.priority,
+        tenant=message.tenant,
+        expected_tokens=message.expected_tokens if message.HasField("expected_tokens") else None,
     )
 
 

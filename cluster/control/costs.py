@@ -10,13 +10,13 @@ recently granted pair goes first, then the least recently granted workers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cluster.control.worker_entry import WorkerEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterable
 
     from cluster.control.facts import Want
     from cluster.control.ledger import Ledger
@@ -40,6 +40,13 @@ class Route:
         return tuple(entry for entry in (self.prefill, self.decode) if entry is not None)
 
     @property
+    def computing(self) -> WorkerEntry:
+        """Who prefills, or has."""
+        worker = self.prefill or self.decode
+        assert worker is not None, "a route has a worker"
+        return worker
+
+    @property
     def pools(self) -> tuple[str, str] | None:
         """Their pools, where KV moves between two."""
         if self.prefill is None or self.decode is None:
@@ -59,15 +66,33 @@ class Choice:
     route: Route
     first_token_s: float
     reason: str
+    cost_s: float
     is_fallback: bool = False
     """Whether a decode worker prefills because no prefill worker can."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Speeds:
-    step_base_s: float
-    step_per_seq_s: float
-    prefill_per_token_s: float
+_Speeds = tuple[float, float, float]
+_STEP_BASE, _STEP_PER_SEQ, _PREFILL_PER_TOKEN = range(3)
+_UNKNOWN: _Speeds = (0.0, 0.0, 0.0)
+
+
+@dataclass(slots=True)
+class _PoolSpeeds:
+    """Sums over a pool's workers that know theirs."""
+
+    sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    counts: list[int] = field(default_factory=lambda: [0, 0, 0])
+
+    def add(self, speeds: _Speeds, count: int) -> None:
+        """Add one worker's speeds, or take them out with a ``count`` of -1."""
+        for index, value in enumerate(speeds):
+            if value > 0.0:
+                self.sums[index] += count * value
+                self.counts[index] += count
+
+    def mean(self, index: int) -> float:
+        """Return the mean; 0 where nobody knows."""
+        return self.sums[index] / self.counts[index] if self.counts[index] else 0.0
 
 
 class CostModel:
@@ -76,6 +101,8 @@ class CostModel:
     def __init__(self, ledger: Ledger, expected_output_tokens: float) -> None:
         self._ledger = ledger
         self.expected_output_tokens = expected_output_tokens
+        self._speeds: dict[str, tuple[str, _Speeds]] = {}
+        self._pools: dict[str, _PoolSpeeds] = {}
 
     def transfer_bytes(self, route: Route, want: Want) -> int:
         """Bytes of KV that the route moves."""
@@ -90,60 +117,71 @@ class CostModel:
 
     def cheapest(self, routes: list[Route], want: Want, now: float) -> Choice:
         """Return the route of lowest cost; ``routes`` is not empty."""
-        speeds = {e.worker_id: self._speeds(e) for route in routes for e in route.workers}
-        priced = [(self._cost(route, want, speeds, now), route) for route in routes]
-        lowest = min(total for (total, _), _ in priced)
-        equal = [item for item in priced if item[0][0] <= lowest + _TIE_S]
-        (total, first_token_s), route = min(equal, key=lambda item: self._recency(item[1]))
+        prefill_s = {
+            e.worker_id: self.prefill_s(e, want.num_prompt_tokens) for e in _computing(routes)
+        }
+        num_tokens = min(float(want.max_tokens), self.expected_output_tokens)
+        decode_s = {e.worker_id: self.decode_s(e, num_tokens) for e in _decoding(routes)}
+        totals = []
+        for route in routes:
+            total = 0.0 if route.is_export else prefill_s[route.computing.worker_id]
+            if route.decode is not None:
+                total += decode_s[route.decode.worker_id]
+                if route.prefill is not None:
+                    total += self._transfer_s(route.prefill, route.decode, want, now)
+            totals.append(total)
+        lowest = min(totals)
+        equal = [i for i, total in enumerate(totals) if total <= lowest + _TIE_S]
+        chosen = min(equal, key=lambda i: self._recency(routes[i]))
+        total, route = totals[chosen], routes[chosen]
         tie = f", longest idle of {len(equal)} equal" if len(equal) > 1 else ""
         reason = f"{_kind(route)}: lowest cost {total:.3f} s of {len(routes)}{tie}"
-        return Choice(route=route, first_token_s=first_token_s, reason=reason)
+        first_token_s = 0.0 if route.is_export else prefill_s[route.computing.worker_id]
+        return Choice(route=route, first_token_s=first_token_s, reason=reason, cost_s=total)
 
-    def _cost(
-        self, route: Route, want: Want, speeds: dict[str, _Speeds], now: float
-    ) -> tuple[float, float]:
-        """Return (cost, its share up to the first token), in seconds."""
-        total = first_token_s = 0.0
-        computing = route.prefill or route.decode
-        assert computing is not None
-        if not route.is_export:
-            per_token_s = speeds[computing.worker_id].prefill_per_token_s
-            first_token_s = (computing.run_ahead_tokens + want.num_prompt_tokens) * per_token_s
-            total = first_token_s
-        if route.prefill is not None and route.decode is not None:
-            total += self._ledger.links.predict_s(
-                (route.prefill.worker_id, route.decode.worker_id),
-                (route.prefill.registration.pool, route.decode.registration.pool),
-                self.transfer_bytes(route, want),
-                now,
-            )
-        if route.decode is not None:
-            total += self._decode_s(route.decode, want, speeds[route.decode.worker_id])
-        return total, first_token_s
+    def prefill_s(self, entry: WorkerEntry, num_tokens: int) -> float:
+        """Wait for the prompts before it, then compute it."""
+        per_token_s = self._level(entry, _PREFILL_PER_TOKEN)
+        return (entry.run_ahead_tokens + num_tokens) * per_token_s
 
-    def _decode_s(self, entry: WorkerEntry, want: Want, speeds: _Speeds) -> float:
+    def decode_s(self, entry: WorkerEntry, num_tokens: float) -> float:
         """Wait for the step under way, then decode with this sequence added."""
         num_seqs = entry.num_slots_used
-        step_s = speeds.step_base_s + speeds.step_per_seq_s * num_seqs
+        per_seq_s = self._level(entry, _STEP_PER_SEQ)
+        step_s = self._level(entry, _STEP_BASE) + per_seq_s * num_seqs
         wait_s = step_s if num_seqs > 0 else 0.0
-        num_tokens = min(float(want.max_tokens), self.expected_output_tokens)
-        return wait_s + num_tokens * (step_s + speeds.step_per_seq_s)
+        return wait_s + num_tokens * (step_s + per_seq_s)
+
+    def learn_speeds(self, worker_id: str, entry: WorkerEntry | None) -> None:
+        """Take in a worker's speeds as they are now; None: it is gone."""
+        pool, old = self._speeds.pop(worker_id, ("", _UNKNOWN))
+        if pool:
+            self._pools[pool].add(old, -1)
+        if entry is not None:
+            pool, new = entry.registration.pool, _speeds(entry)
+            self._speeds[worker_id] = (pool, new)
+            self._pools.setdefault(pool, _PoolSpeeds()).add(new, 1)
+
+    def _transfer_s(
+        self, prefill: WorkerEntry, decode: WorkerEntry, want: Want, now: float
+    ) -> float:
+        return self._ledger.links.predict_s(
+            (prefill.worker_id, decode.worker_id),
+            (prefill.registration.pool, decode.registration.pool),
+            prefill.blocks_for(want.num_prompt_tokens) * prefill.block_bytes,
+            now,
+        )
+
+    def _level(self, entry: WorkerEntry, index: int) -> float:
+        """Return the worker's own value, or the pool's mean where it is unknown or about that."""
+        _, own = self._speeds.get(entry.worker_id, ("", _UNKNOWN))
+        mean = self._pools[entry.registration.pool].mean(index)
+        value = own[index]
+        return mean if value <= 0.0 or abs(value - mean) <= _SPEED_NOISE * mean else value
 
     def _recency(self, route: Route) -> tuple[int, int, int]:
         orders = [entry.last_granted for entry in route.workers]
         return (self._ledger.last_granted(route.worker_ids), max(orders), sum(orders))
-
-    def _speeds(self, entry: WorkerEntry) -> _Speeds:
-        mates = [
-            mate
-            for mate in self._ledger.workers.values()
-            if mate.registration.pool == entry.registration.pool
-        ]
-        return _Speeds(
-            step_base_s=_level(entry, mates, _step_base_s),
-            step_per_seq_s=_level(entry, mates, _step_per_seq_s),
-            prefill_per_token_s=_level(entry, mates, _prefill_per_token_s),
-        )
 
 
 def _kind(route: Route) -> str:
@@ -154,24 +192,18 @@ def _kind(route: Route) -> str:
     return "pair" if route.decode is not None else "prefill only"
 
 
-def _level(
-    entry: WorkerEntry, mates: list[WorkerEntry], read: Callable[[WorkerEntry], float]
-) -> float:
-    """Return the worker's own value, or the pool's mean where it is unknown or about the same."""
-    known = [value for value in map(read, mates) if value > 0.0]
-    if not known:
-        return 0.0
-    mean, own = sum(known) / len(known), read(entry)
-    return mean if own <= 0.0 or abs(own - mean) <= _SPEED_NOISE * mean else own
+def _computing(routes: list[Route]) -> Iterable[WorkerEntry]:
+    return {r.computing.worker_id: r.computing for r in routes if not r.is_export}.values()
 
 
-def _step_base_s(entry: WorkerEntry) -> float:
-    return entry.report.step_base_s or entry.registration.step_base_s
+def _decoding(routes: list[Route]) -> Iterable[WorkerEntry]:
+    return {r.decode.worker_id: r.decode for r in routes if r.decode is not None}.values()
 
 
-def _step_per_seq_s(entry: WorkerEntry) -> float:
-    return entry.report.step_per_seq_s or entry.registration.step_per_seq_s
-
-
-def _prefill_per_token_s(entry: WorkerEntry) -> float:
-    return entry.report.prefill_per_token_s or entry.registration.prefill_per_token_s
+def _speeds(entry: WorkerEntry) -> _Speeds:
+    report, registration = entry.report, entry.registration
+    return (
+        report.step_base_s or registration.step_base_s,
+        report.step_per_seq_s or registration.step_per_seq_s,
+        report.prefill_per_token_s or registration.prefill_per_token_s,
+    )

@@ -57,6 +57,11 @@ class Want:
     export: ExportRef | None = None
     """Its KV is computed: only a decode worker is wanted, before all fresh requests. The grant
     names the export's worker as ``prefill``, and the new handoff."""
+    priority: str = ""
+    """Name of its tier; empty: the default one."""
+    tenant: str = ""
+    expected_tokens: int | None = None
+    """The client's guess at the whole output's length."""
 
 
 # ---- control plane -> router

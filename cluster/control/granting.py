@@ -45,8 +45,13 @@ class Granter:
         self._orders = itertools.count(1)
         self._granted_at: deque[float] = deque(maxlen=_GRANTS_FOR_RATE)
 
-    def grant(self, waiting: Waiting, choice: Choice, now: float) -> SendGrant:
-        """Charge the workers of a choice and say so."""
+    def grant(
+        self, waiting: Waiting, choice: Choice, now: float, counted_tokens: float = 0.0
+    ) -> SendGrant:
+        """Charge the workers of a choice and say so.
+
+        ``counted_tokens``: output tokens that were counted as its tenant's already.
+        """
         want, route, order = waiting.want, choice.route, next(self._orders)
         grant_id = f"{self._term:x}-{order}"
         grant = Grant(
@@ -66,6 +71,8 @@ class Granter:
             charges=self._placement.charges(route, want),
             pools=route.pools,
             transfer_bytes=self._costs.transfer_bytes(route, want),
+            tenant=want.tenant,
+            counted_tokens=counted_tokens,
             export_grant_id=want.export.grant_id if want.export is not None else "",
         )
         self._ledger.add_grant(record, order, now)

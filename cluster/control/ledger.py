@@ -15,8 +15,9 @@ from cluster.control.facts import BlockCounts, Grant, Health, Registration, Work
 from cluster.control.worker_entry import Charge, WorkerEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
+    from cluster.config import Role
     from cluster.control.facts import ExportRef, LinkView
     from cluster.control.links import LinkTable
 
@@ -39,6 +40,9 @@ class GrantRecord:
     transfer_bytes: int = 0
     export_grant_id: str = ""
     """The grant of the PREFILL leg whose export this one passes on; its worker is not charged."""
+    tenant: str = ""
+    counted_tokens: float = 0.0
+    """Output tokens that were counted as its tenant's when it was granted."""
     is_in_flight: bool = False
     """Whether ``transfer_bytes`` still count on the link of its pair."""
     is_taken_back: bool = False
@@ -65,6 +69,11 @@ class Ledger:
         self.links = links
         self.workers: dict[str, WorkerEntry] = {}
         self.grants: dict[str, GrantRecord] = {}
+        self.changed: set[str] = set()
+        """Workers that changed in what placing depends on; whoever reads it empties it."""
+        self._of_role: dict[Role, dict[str, WorkerEntry]] = {}
+        self.max_model_len: int | None = None
+        """Of the worker with the longest context; None without workers."""
         self._by_want: dict[WantKey, str] = {}
         self._route_orders: dict[tuple[str, ...], int] = {}
         self._done: OrderedDict[str, Mapping[str, Charge]] = OrderedDict()
@@ -77,12 +86,19 @@ class Ledger:
         entry = self.workers.get(registration.worker_id)
         if entry is None or entry.registration.incarnation != registration.incarnation:
             empty = WorkerReport(blocks=BlockCounts(free=registration.num_blocks))
-            entry = WorkerEntry(registration=registration, report=empty, reported_at=now)
+            entry = WorkerEntry(registration, empty, now, self.changed)
             entry.block_bytes = block_bytes(registration.layout)
             self.workers[registration.worker_id] = entry
+            self._of_role.setdefault(registration.role, {})[registration.worker_id] = entry
         entry.registration = registration
-        entry.lost_at, entry.reported_at, entry.health = None, now, Health.SUSPECTED
+        self.max_model_len = max(self.max_model_len or 0, registration.max_model_len)
+        entry.lost_at, entry.reported_at = None, now
+        entry.judge(Health.SUSPECTED)
         return entry
+
+    def of_role(self, role: Role) -> Iterable[WorkerEntry]:
+        """Return the workers of a role."""
+        return self._of_role.get(role, {}).values()
 
     def entry(self, worker_id: str, incarnation: str) -> WorkerEntry | None:
         """Return the entry of exactly this incarnation."""
@@ -97,7 +113,11 @@ class Ledger:
         Their legs on other workers may be starting: they count until the router is done with the
         grant, or until nobody has reported them in time.
         """
-        del self.workers[worker_id]
+        role = self.workers.pop(worker_id).registration.role
+        del self._of_role[role][worker_id]
+        lengths = (entry.registration.max_model_len for entry in self.workers.values())
+        self.max_model_len = max(lengths, default=None)
+        self.changed.add(worker_id)
         orders = self._route_orders.items()
         self._route_orders = {route: order for route, order in orders if worker_id not in route}
         lost = [
@@ -117,8 +137,8 @@ class Ledger:
         self._by_want[record.key] = record.grant.grant_id
         for worker_id, charge in record.charges.items():
             entry = self.workers[worker_id]
-            entry.charge(record.grant.grant_id, charge, now)
             entry.last_granted = order
+            entry.charge(record.grant.grant_id, charge, now)
         self._route_orders[tuple(record.charges)] = order
         if record.pools is not None:
             record.is_in_flight = True

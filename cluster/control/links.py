@@ -106,6 +106,9 @@ class _PoolPair:
     """Mean square of how far transfers lie off their link's own fit, relative."""
 
 
+_NO_TRANSFERS = _PoolPair()
+
+
 class LinkTable:
     """The estimates of all pairs that have had a transfer or have one under way."""
 
@@ -149,7 +152,7 @@ class LinkTable:
         self, pair: WorkerPair, pools: tuple[str, str], num_bytes: int, now: float
     ) -> float:
         """Predict a transfer that starts behind what is under way on the link."""
-        mean = self._means.get(pools, _PoolPair())
+        mean = self._means.get(pools, _NO_TRANSFERS)
         link = self._links.get(pair)
         behind = num_bytes + (link.in_flight_bytes if link is not None else 0)
         mean_s = _seconds(mean.fit.solve(), behind)
@@ -193,7 +196,7 @@ class LinkTable:
     def _estimate(
         self, pair: WorkerPair, pools: tuple[str, str], now: float
     ) -> tuple[float, float]:
-        mean_alpha_s, mean_slope = self._means.get(pools, _PoolPair()).fit.solve()
+        mean_alpha_s, mean_slope = self._means.get(pools, _NO_TRANSFERS).fit.solve()
         link = self._links.get(pair)
         if link is None or link.num_transfers == 0:
             return mean_alpha_s, mean_slope

@@ -74,14 +74,15 @@ class Membership:
         if entry is None:
             return
         if entry.lost_at is None:
-            entry.health = Health.ALIVE
+            entry.judge(Health.ALIVE)
         self._ledger.take_report(entry, report, now)
 
     def stream_lost(self, worker_id: str, incarnation: str, now: float) -> None:
         """Suspect a worker at once; it is dead unless it is back within the grace."""
         entry = self._ledger.entry(worker_id, incarnation)
         if entry is not None and entry.lost_at is None:
-            entry.lost_at, entry.health = now, Health.SUSPECTED
+            entry.lost_at = now
+            entry.judge(Health.SUSPECTED)
             logger.warning("worker=%s suspected: its stream broke", worker_id)
 
     def left(self, worker_id: str, incarnation: str, reason: str) -> list[Decision]:
@@ -103,7 +104,7 @@ class Membership:
             if is_cut or silent_s > settings.dead_after_s:
                 decisions.append(self._bury(entry, "stream lost" if is_cut else "silent"))
             elif silent_s > settings.suspect_after_s and entry.health is Health.ALIVE:
-                entry.health = Health.SUSPECTED
+                entry.judge(Health.SUSPECTED)
                 logger.warning("worker=%s suspected: silent for %.1f s", entry.worker_id, silent_s)
         return decisions
 

@@ -6,36 +6,39 @@ pool of its own. A decode worker prefills by itself only where no prefill worker
 or the prompt and output so far of a resumed request are too long for all of them. An export's
 prefill worker is given; only its decode worker is chosen.
 
-``costs`` prices the routes.
+Of those with room the cheapest few are looked at (``fleet``), in all combinations (``costs``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+import itertools
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from cluster.config import Role
 from cluster.control.capacity import Capacity
 from cluster.control.costs import Choice, CostModel, Route
 from cluster.control.facts import Health, Want
+from cluster.control.fleet import Fleet, Part
+from cluster.control.needs import Needs, NeedsRule, kv_tokens
 from cluster.control.worker_entry import Charge, WorkerEntry
 from cluster.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable
+    from collections.abc import Collection, Iterable, Iterator
 
     from cluster.config import DeployConfig
     from cluster.control.facts import ExportRef
     from cluster.control.ledger import Ledger
     from cluster.control.settings import ControlSettings
 
+SHORTLIST = 8
+"""Workers of each part that are priced for one request."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocked:
-    """No route has room now; ``lacking`` are the workers that do not have it."""
-
-    lacking: frozenset[str]
+    """No route has room now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,25 +53,24 @@ class NoExport:
     """The export's worker is gone, or was replaced: its KV with it."""
 
 
-@dataclass(slots=True)
-class _Search:
-    """One look for a route; collects who lacks room."""
+@dataclass(frozen=True, slots=True)
+class _Ways:
+    """Which roles may do which part of a want now."""
 
-    want: Want
-    held: Collection[str]
-    lacking: set[str] = field(default_factory=set)
+    prefill: Role | None = None
+    decode: Role | None = None
+    local: tuple[Role, ...] = ()
+    note: str = ""
+    """Why it is a fallback."""
 
-    def with_room(
-        self, entries: Iterable[WorkerEntry], has_room: Callable[[WorkerEntry, Want], bool]
-    ) -> list[WorkerEntry]:
-        free = []
-        for entry in entries:
-            is_open = entry.health is Health.ALIVE and entry.worker_id not in self.held
-            if is_open and has_room(entry, self.want):
-                free.append(entry)
-            else:
-                self.lacking.add(entry.worker_id)
-        return free
+    def parts(self) -> Iterator[tuple[Role, Part]]:
+        """Iterate over whom it may use for what."""
+        if self.prefill is not None:
+            yield self.prefill, Part.PREFILL
+        if self.decode is not None:
+            yield self.decode, Part.DECODE
+        for role in self.local:
+            yield role, Part.LOCAL
 
 
 class Placement:
@@ -77,10 +79,8 @@ class Placement:
     def __init__(
         self, config: DeployConfig, ledger: Ledger, costs: CostModel, settings: ControlSettings
     ) -> None:
-        self._config = config
         self._ledger = ledger
         self._costs = costs
-        self._settings = settings
         roles = {pool.role for pool in config.pools}
         self._has_local = Role.MIXED in roles
         has_pairs = bool(roles & {Role.PREFILL, Role.DECODE})
@@ -88,6 +88,9 @@ class Placement:
         self._prefill_role = Role.PREFILL if Role.PREFILL in roles else stand_in
         self._decode_role = Role.DECODE if Role.DECODE in roles else stand_in
         self._capacity = Capacity.of(config.pools, max_model_len=config.model.max_model_len)
+        self.rule = NeedsRule(config, self._capacity, settings.growth_tokens)
+        pools = {pool.name: pool for pool in config.pools}
+        self._fleet = Fleet(pools, config.scheduling, ledger, costs)
 
     # ---- may it ever be served
 
@@ -96,8 +99,8 @@ class Placement:
         if want.export is not None:
             # It was let in with its prompt, and computed.
             return None
-        known = [e.registration.max_model_len for e in self._ledger.workers.values()]
-        limit = min(self._capacity.max_model_len, max(known, default=1 << 62))
+        known = self._ledger.max_model_len or self._capacity.max_model_len
+        limit = min(self._capacity.max_model_len, known)
         capacity = replace(self._capacity, max_model_len=limit)
         if want.attempt > 0:
             # A resumed request may be longer by now than any prefill worker can hold.
@@ -120,49 +123,56 @@ class Placement:
             field="max_tokens",
         )
 
-    def kind(self, want: Want) -> Hashable:
-        """Return what decides which workers could serve it: equal for wants that compete."""
-        prompt, kv_tokens = want.num_prompt_tokens, _kv_tokens(want)
-        fits = tuple((prompt <= p.kv_tokens, kv_tokens <= p.kv_tokens) for p in self._config.pools)
-        return want.export, want.avoid, self._is_single(want), fits
-
     # ---- where now
 
     def choose(
-        self, want: Want, held: Collection[str], now: float, *, may_fall_back: bool
+        self,
+        want: Want,
+        needs: Needs,
+        held: Collection[str],
+        now: float,
+        *,
+        may_fall_back: bool,
     ) -> Choice | Blocked | NoRoute | NoExport:
         """Return the cheapest route with room that uses none of the ``held`` workers.
 
         Without ``may_fall_back`` no decode worker prefills: prefill workers may be coming back.
         """
-        search = _Search(want, held)
+        self._fleet.refresh()
         if want.export is not None:
-            return self._choose_for_export(want.export, search, now)
-        prefills = self._fitting(want, self._prefill_role, self._prefill_fits)
-        decodes = self._fitting(want, self._decode_role, self._local_fits)
-        locals_ = self._fitting(want, Role.MIXED if self._has_local else None, self._local_fits)
-        is_single = self._is_single(want)
-        if is_single and prefills:
-            free = search.with_room(prefills, self._can_prefill)
-            return self._cheapest([Route(prefill=p, decode=None) for p in free], search, now)
-        note = ""
-        if not prefills and (is_single or not locals_) and may_fall_back:
-            locals_ = [*locals_, *(entry for entry in decodes if entry not in locals_)]
-            note = self._fall_back_note()
-            if not locals_:
-                return NoRoute(role=Role.PREFILL if is_single else Role.DECODE)
-        elif is_single or not (locals_ or (prefills and decodes)):
-            return NoRoute(role=Role.DECODE if prefills else Role.PREFILL)
-        routes = [
-            Route(prefill=None, decode=entry)
-            for entry in search.with_room(locals_, self._can_local)
-        ]
-        free_prefills = search.with_room(prefills, self._can_prefill)
-        free_decodes = search.with_room(decodes, self._can_decode) if prefills else []
-        routes += [
-            Route(prefill=p, decode=d) for p in free_prefills for d in free_decodes if p is not d
-        ]
-        return self._cheapest(routes, search, now, note)
+            return self._choose_for_export(want.export, want, needs, held, now)
+        ways = self._ways(want, may_fall_back=may_fall_back)
+        if isinstance(ways, NoRoute):
+            return ways
+        routes = self._routes(ways, want, needs, held)
+        if not routes:
+            return Blocked()
+        choice = self._costs.cheapest(routes, want, now)
+        if ways.note:
+            return replace(choice, is_fallback=True, reason=ways.note + choice.reason)
+        return choice
+
+    def has_room(self, want: Want, needs: Needs, *, may_fall_back: bool) -> bool:
+        """Whether a want like this one, with ``needs``, would find a route now."""
+        self._fleet.refresh()
+        ways = self._ways(want, may_fall_back=may_fall_back)
+        return isinstance(ways, _Ways) and bool(self._routes(ways, want, needs, (), 1))
+
+    def lacking(self, want: Want, needs: Needs, *, may_fall_back: bool) -> frozenset[str]:
+        """Return the workers that it may use and that have no room for it."""
+        self._fleet.refresh()
+        if want.export is not None:
+            ways: _Ways | NoRoute = _Ways(decode=self._decode_role)
+        else:
+            ways = self._ways(want, may_fall_back=may_fall_back)
+        if isinstance(ways, NoRoute):
+            return frozenset()
+        return frozenset(
+            entry.worker_id
+            for role, part in ways.parts()
+            for entry in self._fitting(want, role, part)
+            if not self._fleet.has_room(entry, part, needs)
+        )
 
     def charges(self, route: Route, want: Want) -> dict[str, Charge]:
         """Return what a grant of this route takes on each of its workers."""
@@ -177,37 +187,71 @@ class Placement:
             is_local = route.prefill is None
             charges[route.decode.worker_id] = Charge(
                 slots=1,
-                blocks=self._decode_blocks(route.decode, want),
+                blocks=route.decode.blocks_for(self.rule.needs(want).decode_tokens),
                 prompt_tokens=want.num_prompt_tokens if is_local else 0,
             )
         return charges
 
+    def _ways(self, want: Want, *, may_fall_back: bool) -> _Ways | NoRoute:
+        prefill = self._if_any(want, self._prefill_role, Part.PREFILL)
+        is_single = self.rule.is_single(want)
+        if is_single and prefill is not None:
+            return _Ways(prefill=prefill)
+        decode = self._if_any(want, self._decode_role, Part.DECODE)
+        local_role = self._if_any(want, Role.MIXED if self._has_local else None, Part.LOCAL)
+        local = () if local_role is None else (local_role,)
+        if prefill is None and (is_single or not local) and may_fall_back:
+            if decode is not None and decode not in local:
+                local = (*local, decode)
+            if not local:
+                return NoRoute(role=Role.PREFILL if is_single else Role.DECODE)
+            return _Ways(local=local, note=self._fall_back_note())
+        if is_single or not (local or (prefill is not None and decode is not None)):
+            return NoRoute(role=Role.DECODE if prefill is not None else Role.PREFILL)
+        if prefill is None or decode is None:
+            return _Ways(local=local)
+        return _Ways(prefill=prefill, decode=decode, local=local)
+
+    def _routes(
+        self, ways: _Ways, want: Want, needs: Needs, held: Collection[str], most: int = SHORTLIST
+    ) -> list[Route]:
+        routes = [
+            Route(prefill=None, decode=entry)
+            for role in ways.local
+            for entry in self._shortlist(role, Part.LOCAL, want, needs, held, most)
+        ]
+        if ways.prefill is None:
+            return routes
+        # With mixed workers on both sides one more of each, for a pair is of two.
+        most = max(2, most)
+        prefills = self._shortlist(ways.prefill, Part.PREFILL, want, needs, held, most)
+        if ways.decode is None:
+            return [Route(prefill=entry, decode=None) for entry in prefills]
+        if not prefills:
+            return routes
+        decodes = self._shortlist(ways.decode, Part.DECODE, want, needs, held, most)
+        return routes + [
+            Route(prefill=p, decode=d) for p in prefills for d in decodes if p is not d
+        ]
+
     def _choose_for_export(
-        self, export: ExportRef, search: _Search, now: float
+        self, export: ExportRef, want: Want, needs: Needs, held: Collection[str], now: float
     ) -> Choice | Blocked | NoRoute | NoExport:
         sender = self._ledger.entry(export.worker_id, export.incarnation)
+        role = self._decode_role
         if sender is None:
             return NoExport()
-        decodes = [
-            entry
-            for entry in self._fitting(search.want, self._decode_role, self._local_fits)
-            if entry is not sender
-        ]
-        if not decodes:
+        if role is None or all(e is sender for e in self._fitting(want, role, Part.DECODE)):
             return NoRoute(role=Role.DECODE)
         if sender.health is not Health.ALIVE:
-            return Blocked(lacking=frozenset({sender.worker_id}))
-        free = search.with_room(decodes, self._can_decode)
-        routes = [Route(prefill=sender, decode=entry, is_export=True) for entry in free]
-        return self._cheapest(routes, search, now)
-
-    def _cheapest(
-        self, routes: list[Route], search: _Search, now: float, note: str = ""
-    ) -> Choice | Blocked:
-        if not routes:
-            return Blocked(lacking=frozenset(search.lacking))
-        choice = self._costs.cheapest(routes, search.want, now)
-        return replace(choice, is_fallback=True, reason=note + choice.reason) if note else choice
+            return Blocked()
+        decodes = self._shortlist(role, Part.DECODE, want, needs, held)
+        routes = [
+            Route(prefill=sender, decode=entry, is_export=True)
+            for entry in decodes
+            if entry is not sender
+        ]
+        return self._costs.cheapest(routes, want, now) if routes else Blocked()
 
     def _fall_back_note(self) -> str:
         roles = {entry.registration.role for entry in self._ledger.workers.values()}
@@ -217,47 +261,33 @@ class Placement:
 
     # ---- candidates and room
 
-    def _is_single(self, want: Want) -> bool:
-        return want.export is None and self._capacity.is_single(
-            want.num_prompt_tokens, want.max_tokens
-        )
-
-    def _fitting(
-        self, want: Want, role: Role | None, fits: Callable[[WorkerEntry, Want], bool]
+    def _shortlist(
+        self,
+        role: Role,
+        part: Part,
+        want: Want,
+        needs: Needs,
+        held: Collection[str],
+        most: int = SHORTLIST,
     ) -> list[WorkerEntry]:
-        return [
+        free = (
             entry
-            for entry in self._ledger.workers.values()
-            if entry.registration.role is role
-            and entry.registration.incarnation not in want.avoid
-            and fits(entry, want)
-        ]
+            for entry in self._fleet.with_room(role, part, needs)
+            if entry.worker_id not in held and self._fits(entry, part, want)
+        )
+        return list(itertools.islice(free, most))
 
-    def _prefill_fits(self, entry: WorkerEntry, want: Want) -> bool:
-        return entry.blocks_for(want.num_prompt_tokens) <= entry.registration.num_blocks
+    def _if_any(self, want: Want, role: Role | None, part: Part) -> Role | None:
+        """Return the role, if a worker of it could ever do that part."""
+        if role is None or next(iter(self._fitting(want, role, part)), None) is None:
+            return None
+        return role
 
-    def _local_fits(self, entry: WorkerEntry, want: Want) -> bool:
-        return entry.blocks_for(_kv_tokens(want)) <= entry.registration.num_blocks
+    def _fitting(self, want: Want, role: Role, part: Part) -> Iterable[WorkerEntry]:
+        return (entry for entry in self._ledger.of_role(role) if self._fits(entry, part, want))
 
-    def _can_prefill(self, entry: WorkerEntry, want: Want) -> bool:
-        ahead, prompt = entry.run_ahead_tokens, want.num_prompt_tokens
-        limit = self._config.scheduling.run_ahead_tokens
-        if ahead > 0 and ahead + prompt > limit:
-            return False
-        return entry.blocks_for(prompt) <= entry.num_blocks_free
-
-    def _can_decode(self, entry: WorkerEntry, want: Want) -> bool:
-        has_slot = entry.num_slots_used < entry.registration.num_slots
-        return has_slot and self._decode_blocks(entry, want) <= entry.num_blocks_free
-
-    def _can_local(self, entry: WorkerEntry, want: Want) -> bool:
-        return self._can_prefill(entry, want) and self._can_decode(entry, want)
-
-    def _decode_blocks(self, entry: WorkerEntry, want: Want) -> int:
-        most = want.num_prompt_tokens + self._settings.growth_tokens
-        return entry.blocks_for(min(_kv_tokens(want), most))
-
-
-def _kv_tokens(want: Want) -> int:
-    """KV of all of it; the last token's is never computed."""
-    return want.num_prompt_tokens + max(0, want.max_tokens - 1)
+    def _fits(self, entry: WorkerEntry, part: Part, want: Want) -> bool:
+        registration = entry.registration
+        num_tokens = want.num_prompt_tokens if part is Part.PREFILL else kv_tokens(want)
+        is_avoided = bool(want.avoid) and registration.incarnation in want.avoid
+        return not is_avoided and entry.blocks_for(num_tokens) <= registration.num_blocks

@@ -2,10 +2,10 @@
 
 A want's life here:
     1. ``want``: refused at once where it can never be served or the queue is full, else queued:
-       exports first, then by the time it has waited in all
-    2. ``_place``: after every fact that may have made room, the queue is walked in order; a want
-       that has no room now holds the workers it lacks, so that nobody behind it takes them, and
-       blocks none that need other workers
+       exports first, then in the policy's order, by the time it has waited in all
+    2. ``_place``: after every fact that may have made room, the queue is walked in the policy's
+       order; a want that has no room now is passed by those that do, but holds the workers it
+       lacks against all who are younger by more than the aging bound (``blocking``)
     3. granted: the ledger charges its workers until their reports show the legs, and what these
        leave when they end; or rejected: deadline, no worker of a role, an export that is gone
     4. ``done``: the router is through with it, well or not
@@ -28,6 +28,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cluster.control import readiness
+from cluster.control.blocking import BlockedWants
 from cluster.control.costs import Choice, CostModel
 from cluster.control.decisions import Decision, SendGrant, SendReject
 from cluster.control.facts import (
@@ -45,11 +46,16 @@ from cluster.control.membership import Membership
 from cluster.control.placement import Blocked, NoExport, NoRoute, Placement
 from cluster.control.routers import Routers
 from cluster.control.waiting import Waiting, WaitingQueue
-from cluster.errors import DeadlineExceeded, HandoffFailed, NoWorker, PdserveError, QueueFull
+from cluster.errors import (
+    DeadlineExceeded,
+    HandoffFailed,
+    InvalidRequest,
+    NoWorker,
+    PdserveError,
+    QueueFull,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
-
     from cluster.config import DeployConfig
     from cluster.control.settings import ControlSettings
 
@@ -73,7 +79,7 @@ class Planner:
         self._members = Membership(config, self._ledger, settings)
         self._costs = CostModel(self._ledger, settings.expected_output_tokens)
         self._placement = Placement(config, self._ledger, self._costs, settings)
-        self._queue = WaitingQueue()
+        self._queue = WaitingQueue(config.scheduling, self._placement.rule)
         self._routers = Routers(settings.router_grace_s)
         self._counts: Counter[str] = Counter()
         self._granter = Granter(
@@ -110,7 +116,7 @@ class Planner:
             self._ledger.remove_grant(record)
         if want.export is not None:
             self._ledger.export_waits(want.export)
-        error: PdserveError | None = self._placement.objection(want)
+        error: PdserveError | None = self._objection(want)
         # One that has waited already, or whose workers failed it, was let in before.
         was_let_in = key in self._queue or want.is_resent or _was_served(want)
         if error is None and not was_let_in and self._is_full(now):
@@ -124,6 +130,13 @@ class Planner:
             return [self._reject(router_id, want, error)]
         self._queue.add(want, router_id, now)
         return self._place(now)
+
+    def _objection(self, want: Want) -> PdserveError | None:
+        try:
+            self._queue.check(want)
+        except InvalidRequest as error:
+            return error
+        return self._placement.objection(want)
 
     def _answer_to(self, want: Want) -> GrantRecord | None:
         """Return the grant that a want has got before."""
@@ -144,6 +157,7 @@ class Planner:
         if record is None:
             return []
         self._costs.note_output(num_output_tokens)
+        self._queue.done(record, num_output_tokens)
         self._ledger.mark_done(record, now)
         self._ledger.remove_grant(record)
         return self._place(now)
@@ -231,27 +245,32 @@ class Planner:
     def _place(self, now: float) -> list[Decision]:
         """Walk the queue in order and grant what has room."""
         decisions: list[Decision] = []
-        held: set[str] = set()
-        stuck: set[Hashable] = set()
-        may_fall_back = not self._is_reconciling(now)
-        for waiting in self._queue:
-            if now >= waiting.deadline:
-                decisions += self._give_up(waiting, _deadline_passed())
-                continue
+        for waiting in self._queue.take_expired(now):
+            decisions.append(self._reject(waiting.router_id, waiting.want, _deadline_passed()))
+        blocked = BlockedWants(
+            self._queue, self._placement, may_fall_back=not self._is_reconciling(now)
+        )
+        walk = self._queue.walk(now)
+        for waiting in walk:
             want = self._effective(waiting, now)
-            # Among wants that may use the same workers the first one without room stops the rest.
-            kind = self._placement.kind(want)
-            if kind in stuck:
+            if blocked.stops(waiting):
+                walk.close(waiting.group)
                 continue
-            outcome = self._placement.choose(want, held, now, may_fall_back=may_fall_back)
+            held = blocked.held_from(waiting)
+            outcome = self._placement.choose(
+                want, waiting.needs, held, now, may_fall_back=blocked.may_fall_back
+            )
             if isinstance(outcome, Choice):
                 self._queue.remove(waiting.key)
-                decisions.append(self._granter.grant(waiting, outcome, now))
+                counted_tokens = self._queue.granted(waiting.want)
+                decisions.append(self._granter.grant(waiting, outcome, now, counted_tokens))
             elif isinstance(outcome, Blocked):
-                stuck.add(kind)
-                held |= outcome.lacking
                 if want is waiting.want:
                     waiting.routeless_since = None
+                if not held:
+                    walk.close(waiting.group)
+                if blocked.add(waiting, want, held):
+                    break
             else:
                 decisions += self._without_route(waiting, outcome, now)
         return decisions

@@ -1,22 +1,32 @@
-"""The wants that wait for a placement: exports first, then oldest first.
+"""The wants that wait for a placement, in the policy's order: exports first, whatever it is.
 
-Both orders are FCFS by the time waited in all. An export holds blocks of a prefill worker under a
-lease that runs out; placing it frees them, and needs nothing of any prefill worker.
+An export holds blocks of a prefill worker under a lease that runs out; placing it frees them, and
+needs nothing of any prefill worker. Age counts from when the router took the request.
 """
 
 from __future__ import annotations
 
-import bisect
+import heapq
 import itertools
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cluster.config import Policy
 from cluster.control.facts import Want
+from cluster.control.needs import Needs
+from cluster.policy.order import Ahead, Ordering, Ticket
+from cluster.policy.queue import PolicyQueue, Walk
+from cluster.policy.tiers import Tiers
+from cluster.policy.work import OutputEstimates
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Hashable, Iterator
+    from collections.abc import Set as AbstractSet
 
-    from cluster.control.ledger import WantKey
+    from cluster.config import SchedulingConfig
+    from cluster.control.ledger import GrantRecord, WantKey
+    from cluster.control.needs import NeedsRule
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,11 +35,9 @@ class Waiting:
 
     want: Want
     router_id: str
-    arrived: float
-    """Now less what it had already waited when it came here."""
+    needs: Needs
+    ticket: Ticket
     deadline: float
-    order: int
-    """Breaks ties of ``arrived``."""
     routeless_since: float | None = None
     """Since when no worker is there that could serve it."""
 
@@ -38,60 +46,155 @@ class Waiting:
         """Its name."""
         return (self.want.request_id, self.want.attempt)
 
+    @property
+    def group(self) -> Hashable:
+        """Equal for wants that have room, or none, together."""
+        return self.ticket.group
+
 
 class WaitingQueue:
-    """A sorted list with an index. A want that comes twice keeps its time."""
+    """A ``PolicyQueue`` of wants. A want that comes twice keeps its time."""
 
-    def __init__(self) -> None:
-        self._sorted: list[Waiting] = []
-        self._by_key: dict[WantKey, Waiting] = {}
+    def __init__(self, scheduling: SchedulingConfig, rule: NeedsRule) -> None:
+        self._ordering = Ordering.of(scheduling)
+        self._tiers = Tiers.of(scheduling)
+        self._rule = rule
+        self._queue: PolicyQueue[Waiting] = PolicyQueue(self._ordering)
+        self._outputs = OutputEstimates()
+        self._deadlines: list[tuple[float, int, WantKey]] = []
         self._orders = itertools.count()
+        self._prefills: dict[Hashable, Counter[int]] = {}
+        self._decodes: dict[Hashable, Counter[int]] = {}
         self.num_tokens = 0
         """Prompt tokens that wait."""
 
     def __len__(self) -> int:
         """Return the number of wants."""
-        return len(self._sorted)
+        return len(self._queue)
 
     def __iter__(self) -> Iterator[Waiting]:
-        """Walk over a copy, in order."""
-        return iter(list(self._sorted))
+        """Walk over a copy, in no order."""
+        return iter(list(self._queue))
 
     def __contains__(self, key: WantKey) -> bool:
         """Tell whether the want waits."""
-        return key in self._by_key
+        return key in self._queue
+
+    def check(self, want: Want) -> None:
+        """Raise InvalidRequest where there is no such tier."""
+        self._tiers.rank(want.priority)
 
     def add(self, want: Want, router_id: str, now: float) -> Waiting:
-        """Enter a want, in place of its former self if it was there."""
+        """Enter a want, in place of its former self if it was there.
+
+        It was checked.
+        """
+        tier = self._tiers.rank(want.priority)
         old = self.remove((want.request_id, want.attempt))
         waiting = Waiting(
             want=want,
             router_id=router_id,
-            arrived=now - want.waited_s if old is None else old.arrived,
+            needs=self._rule.needs(want),
+            ticket=Ticket(
+                arrived=now - want.waited_s if old is None else old.ticket.arrived,
+                order=next(self._orders) if old is None else old.ticket.order,
+                tier=tier if self._ordering.policy is Policy.PRIORITY else 0,
+                tenant=want.tenant,
+                work=want.num_prompt_tokens + self.expected_output(want),
+                group=self._rule.group(want),
+                ahead=Ahead.NO if want.export is None else Ahead.OF_ALL,
+            ),
             deadline=now + want.remaining_s,
-            order=next(self._orders) if old is None else old.order,
             routeless_since=None if old is None else old.routeless_since,
         )
-        bisect.insort(self._sorted, waiting, key=_place)
-        self._by_key[waiting.key] = waiting
+        self._queue.add(waiting.key, waiting, waiting.ticket)
+        heapq.heappush(self._deadlines, (waiting.deadline, waiting.ticket.order, waiting.key))
         self.num_tokens += want.num_prompt_tokens
+        self._count(waiting, 1)
         return waiting
 
     def remove(self, key: WantKey) -> Waiting | None:
         """Take a want out; None where it does not wait."""
-        waiting = self._by_key.pop(key, None)
+        waiting = self._queue.remove(key)
         if waiting is not None:
-            del self._sorted[bisect.bisect_left(self._sorted, _place(waiting), key=_place)]
             self.num_tokens -= waiting.want.num_prompt_tokens
+            self._count(waiting, -1)
         return waiting
 
     def remove_router(self, router_id: str) -> list[Waiting]:
         """Take out all wants of a router."""
-        gone = [waiting for waiting in self._sorted if waiting.router_id == router_id]
+        gone = [waiting for waiting in self if waiting.router_id == router_id]
         for waiting in gone:
             self.remove(waiting.key)
         return gone
 
+    def take_expired(self, now: float) -> list[Waiting]:
+        """Take out the wants whose deadline has passed."""
+        expired = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            deadline, _, key = heapq.heappop(self._deadlines)
+            waiting = self._queue.get(key)
+            # It may have been sent again, with a deadline of its own.
+            if waiting is not None and waiting.deadline == deadline:
+                self.remove(key)
+                expired.append(waiting)
+        if len(self._deadlines) > 64 + 2 * len(self._queue):
+            self._deadlines = [due for due in self._deadlines if due[2] in self._queue]
+            heapq.heapify(self._deadlines)
+        return expired
 
-def _place(waiting: Waiting) -> tuple[bool, float, int]:
-    return (waiting.want.export is None, waiting.arrived, waiting.order)
+    def walk(self, now: float) -> Walk[Waiting]:
+        """Begin a walk in order; only what it returned last may be taken out meanwhile."""
+        return self._queue.walk(now)
+
+    def passable_until(self, waiting: Waiting) -> float:
+        """Return up to which arrival others may take what it waits for, while it has no room."""
+        return self._ordering.passable_until(waiting.ticket)
+
+    @property
+    def kinds(self) -> AbstractSet[Hashable]:
+        """The kinds of all wants."""
+        return self._prefills.keys()
+
+    def smallest(self, kind: Hashable) -> Needs:
+        """Return the least prefill and the least decode room that any want of a kind needs."""
+        return Needs(
+            kind=kind,
+            prefill_tokens=min(self._prefills[kind]),
+            decode_tokens=min(self._decodes[kind]),
+        )
+
+    # ---- what its tenants are served
+
+    def expected_output(self, want: Want) -> float:
+        """Return how many tokens are expected to follow."""
+        return self._outputs.expected(
+            want.tenant, max_tokens=want.max_tokens, hint=want.expected_tokens
+        )
+
+    def granted(self, want: Want) -> float:
+        """Count a want as served; returns the output tokens that were counted with it."""
+        if not self._ordering.is_fair or want.attempt > 0 or want.export is not None:
+            return 0.0
+        expected = self.expected_output(want)
+        self._queue.tenants.charge(want.tenant, want.num_prompt_tokens + expected)
+        return expected
+
+    def done(self, record: GrantRecord, num_output_tokens: int) -> None:
+        """Learn how long an output was, and count what it had more or less than expected."""
+        self._outputs.note(record.tenant, num_output_tokens)
+        if self._ordering.is_fair:
+            self._queue.tenants.charge(record.tenant, num_output_tokens - record.counted_tokens)
+
+    def _count(self, waiting: Waiting, change: int) -> None:
+        needs = waiting.needs
+        for counts, size in (
+            (self._prefills, needs.prefill_tokens),
+            (self._decodes, needs.decode_tokens),
+        ):
+            sizes = counts.setdefault(needs.kind, Counter())
+            sizes[size] += change
+            if not sizes[size]:
+                del sizes[size]
+                if not sizes:
+                    del counts[needs.kind]

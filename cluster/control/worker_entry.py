@@ -37,6 +37,8 @@ class WorkerEntry:
     registration: Registration
     report: WorkerReport
     reported_at: float
+    changed: set[str]
+    """Gets the worker's id whenever something changes that placing depends on."""
     lost_at: float | None = None
     """When its stream broke; None while there is one."""
     health: Health = Health.SUSPECTED
@@ -78,6 +80,11 @@ class WorkerEntry:
     def run_ahead_tokens(self) -> int:
         """Prompt tokens granted to it and not yet computed."""
         return self.report.queued_tokens + self._unseen_tokens
+
+    def judge(self, health: Health) -> None:
+        """Think so of it from now on."""
+        self.health = health
+        self.changed.add(self.worker_id)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that ``num_tokens`` tokens need here."""
@@ -123,3 +130,4 @@ class WorkerEntry:
         self._pending_blocks = sum(self.charges[grant_id].blocks for grant_id in pending)
         total = sum(charge.blocks for charge in self.charges.values())
         self._reserved_blocks = total - self._pending_blocks
+        self.changed.add(self.worker_id)

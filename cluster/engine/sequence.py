@@ -57,8 +57,9 @@ class Sequence:
     hands_over_at: int | None = None
     """Number of output tokens at which it leaves with its blocks still held under its key."""
     num_computed_tokens: int = 0
-    """Tokens whose KV is in its blocks. An imported sequence starts with its prompt computed and
-    blocks already held under its key."""
+    """Tokens whose KV is in its blocks: lowered before blocks are given up, raised after they were
+    written, so that whoever holds the pool's lock may read it on any thread. An imported sequence
+    starts with its prompt computed and blocks already held under its key."""
     state: SequenceState = SequenceState.WAITING
     block_ids: list[int] = field(default_factory=list)
     """The scheduler's copy of what the pool holds under ``key``: plans don't take its lock."""

@@ -7,14 +7,14 @@
       └─reserve─▶ importing(handoff, key) ──cancel──▶ free
                     adopt
 
-    held or importing ──fence──▶ fenced ──unfence──▶ free
+    importing ──fence──▶ fenced ──unfence──▶ free
 
 A holder is a sequence's key, or ``("export", handoff_id)`` for KV that waits for its decode
 worker. A held block may have several holders, each of which has it once; all of them only read
 it, for none is shared before it is full (``cluster.engine.prefix_reuse`` says why that holds).
-Importing and fenced blocks are nobody's: fenced is what something may still read or write though
-its holder is gone. Cached blocks have no holder and keep their KV until somebody needs the room,
-the ones unused for longest going first.
+Importing and fenced blocks are nobody's: fenced are those of a reservation that was given up while
+bytes were being written into them. Cached blocks have no holder and keep their KV until somebody
+needs the room, the ones unused for longest going first.
 
 Every block is in exactly one of these states; ``check`` proves it. The step thread, the event
 loop and link threads all come here, so every method takes ``lock``; whoever must look and then act
@@ -29,7 +29,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cluster.kv.fences import Fences
 from cluster.kv.pool_audit import PoolBooks, check_books
 from cluster.request import LegKey
 
@@ -77,7 +76,7 @@ class BlockPool:
         self._held: dict[Holder, list[int]] = {}
         self._num_holders: dict[int, int] = {}
         self._importing: dict[str, _Import] = {}
-        self._fences = Fences()
+        self._fenced: dict[str, tuple[int, ...]] = {}
         self._num_set_aside = 0
         self._subscribers: tuple[Callable[[], None], ...] = ()
 
@@ -205,7 +204,7 @@ class BlockPool:
         Blocks that were set aside for sequences already started are not given out here.
         """
         with self.lock:
-            if handoff_id in self._importing:
+            if handoff_id in self._importing or handoff_id in self._fenced:
                 raise OwnershipError(f"handoff {handoff_id} has its reservation")
             if num_blocks > self.num_free - self._num_set_aside:
                 return None
@@ -241,38 +240,24 @@ class BlockPool:
 
     # ---- fenced blocks
 
-    def fence(self, holder: Holder) -> int:
-        """Take the holder from its blocks, and give them to nobody before ``unfence(result)``.
+    def fence(self, handoff_id: str) -> None:
+        """End a reservation like ``cancel``, but give its blocks to nobody before ``unfence``.
 
-        For a holder that is gone while something may still read or write what it held. Blocks
-        that others hold stay theirs, and are fenced when those let go.
-        """
-        with self.lock:
-            block_ids = self._held.pop(holder, [])
-            token = self._fences.put(block_ids)
-            self._let_go(block_ids)
-            return token
-
-    def fence_import(self, handoff_id: str) -> int:
-        """End a reservation like ``cancel``, but keep its blocks from everybody as ``fence`` does.
-
-        For a sender that writes into the blocks itself and has not been heard to stop.
+        For bytes that are being written into the blocks at this moment.
         """
         with self.lock:
             entry = self._importing.pop(handoff_id, None)
-            block_ids = entry.block_ids if entry is not None else ()
-            token = self._fences.put(block_ids)
-            self._give_back(block_ids)
-            return token
+            if entry is not None:
+                self._fenced[handoff_id] = entry.block_ids
 
-    def unfence(self, token: int) -> int:
-        """End a fence and return how many blocks became free by it; an ended one: 0."""
+    def unfence(self, handoff_id: str) -> int:
+        """End the handoff's fence and return how many blocks it was around; without one: 0."""
         with self.lock:
-            bare = self._fences.lift(token)
-            self._give_back(bare)
-        if bare:
+            block_ids = self._fenced.pop(handoff_id, ())
+            self._give_back(block_ids)
+        if block_ids:
             self._tell()
-        return len(bare)
+        return len(block_ids)
 
     # ---- for everybody
 
@@ -296,7 +281,7 @@ class BlockPool:
                 held=len(self._num_holders),
                 importing=sum(len(entry.block_ids) for entry in self._importing.values()),
                 cached=len(self._cached),
-                fenced=len(self._fences.fenced),
+                fenced=sum(map(len, self._fenced.values())),
             )
 
     def check(self) -> None:
@@ -314,8 +299,7 @@ class BlockPool:
                     held=self._held,
                     num_holders=self._num_holders,
                     importing={h: entry.block_ids for h, entry in self._importing.items()},
-                    fenced=self._fences.fenced,
-                    fences=self._fences.blocks(),
+                    fenced=dict(self._fenced),
                     findable=self.prefix.block_ids() if self.prefix is not None else frozenset(),
                 )
             )
@@ -349,10 +333,7 @@ class BlockPool:
         """Put blocks that nobody holds any more where they belong; given in their tokens' order."""
         # The end of a chain is of no use without its beginning, so it shall be evicted first.
         for block_id in reversed(block_ids):
-            if block_id in self._fences:
-                self._forget(block_id)
-                self._fences.fenced.add(block_id)
-            elif self.prefix is not None and block_id in self.prefix:
+            if self.prefix is not None and block_id in self.prefix:
                 self._cached[block_id] = None
             else:
                 self._free.append(block_id)

@@ -19,10 +19,7 @@ class PoolBooks:
     num_holders: Mapping[int, int]
     """Block -> how many hold it, as the pool counted along."""
     importing: Mapping[str, Iterable[int]]
-    fenced: Iterable[int]
-    """Blocks that are in the state, so that nobody holds."""
-    fences: Collection[int]
-    """Blocks with a fence around them, those that somebody still holds included."""
+    fenced: Mapping[str, Iterable[int]]
     findable: Collection[int]
     """Blocks that the prefix index names."""
 
@@ -31,8 +28,8 @@ def check_books(books: PoolBooks) -> None:
     """Raise AssertionError, naming every wrong block, unless all books agree.
 
     Proven: free + cached + held + importing + fenced = all blocks, with none in two of them;
-    the count of each block's holders; no holder with a block twice; a fence around exactly what
-    is fenced; and that only what is held or cached can be found by its prefix.
+    the count of each block's holders; no holder with a block twice; and that only what is held
+    or cached can be found by its prefix.
     """
     places = _places(books)
     faults = [*_misplaced(books, places), *_miscounted(books), *_unindexed(books, places)]
@@ -52,8 +49,9 @@ def _places(books: PoolBooks) -> dict[int, list[str]]:
     for handoff_id, block_ids in books.importing.items():
         for block_id in block_ids:
             places[block_id].append(f"importing {handoff_id}")
-    for block_id in books.fenced:
-        places[block_id].append("fenced")
+    for handoff_id, block_ids in books.fenced.items():
+        for block_id in block_ids:
+            places[block_id].append(f"fenced for {handoff_id}")
     return places
 
 
@@ -88,10 +86,6 @@ def _miscounted(books: PoolBooks) -> Iterable[str]:
 
 
 def _unindexed(books: PoolBooks, places: Mapping[int, list[str]]) -> Iterable[str]:
-    # A fence around a block that others hold bites when they have let go.
-    bare = {block_id for block_id in books.fences if block_id not in books.num_holders}
-    if bare != set(books.fenced):
-        yield f"fences are around {sorted(bare)}, but fenced are {sorted(books.fenced)}"
     lost = sorted(set(books.cached) - set(books.findable))
     if lost:
         yield f"cached blocks that no prefix finds: {lost}"

@@ -49,7 +49,14 @@ MAX_QUEUED_MESSAGES = 4096
 ACK_EVERY = 16
 """Batches after which the worker is told that they came."""
 
-_CUT = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED})
+_CUT = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.INTERNAL,  # also what a write ends with that the cut came in the way of
+    }
+)
 """How a stream ends that nobody ended on purpose."""
 
 
@@ -156,15 +163,17 @@ class WorkerClient:
 
         A stream counts once it has carried something; one that has not is not tried again.
         """
-        is_return = False
+        cut: grpc.aio.AioRpcError | None = None
         while True:
             try:
-                return await self._attach(is_return=is_return)
+                return await self._attach(is_return=cut is not None)
             except grpc.aio.AioRpcError as error:
+                if not self._is_attached and cut is not None:
+                    raise cut from error  # what came first says more
                 if not self._is_attached or self._is_over or error.code() not in _CUT:
                     raise
+                cut = error
                 logger.warning("worker=%s cut off: %s", self.peer.worker_id, error.details())
-            is_return = True
 
     async def _attach(self, *, is_return: bool) -> str:
         """Carry one stream until its end; returns why it ended."""

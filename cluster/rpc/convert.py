@@ -96,6 +96,8 @@ def leg_to_wire(leg: Leg) -> wire.Leg:
         handoff_id=leg.handoff_id,
         peer=peer_to_wire(leg.peer) if leg.peer is not None else None,
         tenant=leg.tenant,
+        priority=leg.priority,
+        expected_tokens=leg.expected_tokens,
     )
 
 
@@ -115,6 +117,8 @@ def leg_from_wire(message: wire.Leg) -> Leg:
         handoff_id=message.handoff_id,
         peer=peer_from_wire(message.peer) if message.HasField("peer") else None,
         tenant=message.tenant,
+        priority=message.priority,
+        expected_tokens=message.expected_tokens if message.HasField("expected_tokens") else None,
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from cluster.errors import DeadlineExceeded, InvalidRequest
 from cluster.kv.layout import KVLayout
+from cluster.policy.tiers import Tiers
 from cluster.request import Leg, LegKind, Peer, Redirect
 from cluster.rpc.param_rules import check_params
 
@@ -21,6 +22,8 @@ class LegRules:
     vocab_size: int
     worker_id: str
     max_id_chars: int = 128
+    tiers: Tiers | None = None
+    """None: whatever a leg says of its tier has no meaning here."""
 
     def check(self, leg: Leg) -> None:
         """Raise InvalidRequest that names the field, or DeadlineExceeded; else the leg is fine."""
@@ -30,6 +33,8 @@ class LegRules:
             raise InvalidRequest("an id is too long", field="handoff_id")
         if not (leg.remaining_s > 0 and math.isfinite(leg.remaining_s)):
             raise DeadlineExceeded("the deadline passed on the way", stage="intake")
+        if self.tiers is not None:
+            self.tiers.rank(leg.priority)
         self._check_params(leg)
         self._check_tokens(leg)
         if leg.kind is not LegKind.LOCAL:

@@ -148,6 +148,8 @@ class OpenLeg:
             arrived=now,
             output_ids=list(leg.output_ids),
             tenant=leg.tenant,
+            priority=leg.priority,
+            expected_tokens=leg.expected_tokens,
             eos_ids=frozenset() if leg.params.ignore_eos else eos_ids,
         )
 

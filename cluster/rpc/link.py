@@ -321,7 +321,7 @@ class Link:
 
     def _close_channel(self) -> None:
         if self._staged is not None:
-            self._staged.channel.close()
+            self._staged.close()
 
     async def _read_all(self, incoming: AsyncIterator[pb.LinkMessage]) -> None:
         try:

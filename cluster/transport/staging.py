@@ -118,6 +118,14 @@ class StagedChannel:
         if failure is not None:
             raise failure
 
+    def close(self) -> None:
+        """Close the channel and let go of the buffer; on the link's thread, after its last job.
+
+        The buffer would live on with whoever still knows the lost link: an error, for example.
+        """
+        self.channel.close()
+        self._staging_B = self._staging_B.new_empty(0)
+
     def check_fits(self, manifest: Manifest) -> None:
         """Raise TransportError where a piece is bigger than the staging buffer."""
         num_bytes = manifest.piece_blocks * manifest.block_bytes

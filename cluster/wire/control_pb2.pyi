@@ -55,6 +55,9 @@ class Want(_message.Message):
     AVOID_FIELD_NUMBER: _builtins.int
     IS_RESENT_FIELD_NUMBER: _builtins.int
     EXPORT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    EXPECTED_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     num_prompt_tokens: _builtins.int
@@ -65,6 +68,11 @@ class Want(_message.Message):
     """of the request's deadline"""
     is_resent: _builtins.bool
     """on a new stream: it was in the queue before"""
+    priority: _builtins.str
+    """a tier of the deploy file; empty: the default one"""
+    tenant: _builtins.str
+    expected_tokens: _builtins.int
+    """the client's guess at its output's length"""
     @_builtins.property
     def avoid(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """incarnations this request must not be placed on"""
@@ -85,13 +93,21 @@ class Want(_message.Message):
         avoid: _abc.Iterable[_builtins.str] | None = ...,
         is_resent: _builtins.bool = ...,
         export: Global___ExportRef | None = ...,
+        priority: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        expected_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_export", b"_export", "export", b"export"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_tokens", b"_expected_tokens", "_export", b"_export", "expected_tokens", b"expected_tokens", "export", b"export"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_export", b"_export", "attempt", b"attempt", "avoid", b"avoid", "export", b"export", "is_resent", b"is_resent", "max_tokens", b"max_tokens", "num_prompt_tokens", b"num_prompt_tokens", "remaining_s", b"remaining_s", "request_id", b"request_id", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_tokens", b"_expected_tokens", "_export", b"_export", "attempt", b"attempt", "avoid", b"avoid", "expected_tokens", b"expected_tokens", "export", b"export", "is_resent", b"is_resent", "max_tokens", b"max_tokens", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "remaining_s", b"remaining_s", "request_id", b"request_id", "tenant", b"tenant", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__expected_tokens: _TypeAlias = _typing.Literal["expected_tokens"]  # noqa: Y015
+    _WhichOneofArgType__expected_tokens: _TypeAlias = _typing.Literal["_expected_tokens", b"_expected_tokens"]  # noqa: Y015
     _WhichOneofReturnType__export: _TypeAlias = _typing.Literal["export"]  # noqa: Y015
     _WhichOneofArgType__export: _TypeAlias = _typing.Literal["_export", b"_export"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__expected_tokens) -> _WhichOneofReturnType__expected_tokens | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__export) -> _WhichOneofReturnType__export | None: ...
 
 Global___Want: _TypeAlias = Want  # noqa: Y015

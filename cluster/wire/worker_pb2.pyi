@@ -313,11 +313,17 @@ class Leg(_message.Message):
     HANDOFF_ID_FIELD_NUMBER: _builtins.int
     PEER_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    EXPECTED_TOKENS_FIELD_NUMBER: _builtins.int
     kind: Global___LegKind.ValueType
     remaining_s: _builtins.float
     grant_id: _builtins.str
     handoff_id: _builtins.str
     tenant: _builtins.str
+    priority: _builtins.str
+    """a tier of the deploy file; empty: the default one"""
+    expected_tokens: _builtins.int
+    """the client's guess at its output's length"""
     @_builtins.property
     def key(self) -> Global___LegKey: ...
     @_builtins.property
@@ -341,13 +347,20 @@ class Leg(_message.Message):
         handoff_id: _builtins.str = ...,
         peer: Global___Peer | None = ...,
         tenant: _builtins.str = ...,
+        priority: _builtins.str = ...,
+        expected_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_peer", b"_peer", "key", b"key", "params", b"params", "peer", b"peer"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_tokens", b"_expected_tokens", "_peer", b"_peer", "expected_tokens", b"expected_tokens", "key", b"key", "params", b"params", "peer", b"peer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_peer", b"_peer", "grant_id", b"grant_id", "handoff_id", b"handoff_id", "key", b"key", "kind", b"kind", "output_ids", b"output_ids", "params", b"params", "peer", b"peer", "prompt_ids", b"prompt_ids", "remaining_s", b"remaining_s", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_tokens", b"_expected_tokens", "_peer", b"_peer", "expected_tokens", b"expected_tokens", "grant_id", b"grant_id", "handoff_id", b"handoff_id", "key", b"key", "kind", b"kind", "output_ids", b"output_ids", "params", b"params", "peer", b"peer", "priority", b"priority", "prompt_ids", b"prompt_ids", "remaining_s", b"remaining_s", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__expected_tokens: _TypeAlias = _typing.Literal["expected_tokens"]  # noqa: Y015
+    _WhichOneofArgType__expected_tokens: _TypeAlias = _typing.Literal["_expected_tokens", b"_expected_tokens"]  # noqa: Y015
     _WhichOneofReturnType__peer: _TypeAlias = _typing.Literal["peer"]  # noqa: Y015
     _WhichOneofArgType__peer: _TypeAlias = _typing.Literal["_peer", b"_peer"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__expected_tokens) -> _WhichOneofReturnType__expected_tokens | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__peer) -> _WhichOneofReturnType__peer | None: ...
 
 Global___Leg: _TypeAlias = Leg  # noqa: Y015

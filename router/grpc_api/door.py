@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from router.service import Service
 
 _SERVICE = "pdserve.v1.Inference"
-_MIN_PING_INTERVAL_MS = 5000
+_MIN_PING_INTERVAL_MS = 900
+"""Clients may ping once a second, whether they have calls open or not."""
 
 
 class GrpcDoor:

@@ -118,12 +118,13 @@ class Inference(pb_grpc.InferenceServicer):
         """Send the cluster now and when it has changed; ends when its picture is too old."""
         told: ClusterView | None = None
         try:
-            while True:
-                view = self._service.view()
-                if view is not told:
-                    await context.write(_cluster(view))
-                    told = view
-                await asyncio.sleep(self._caps.watch_beat_s)
+            with self._service.watching(caller_of(context, self._service.keys)):
+                while True:
+                    view = self._service.view()
+                    if view is not told:
+                        await context.write(_cluster(view))
+                        told = view
+                    await asyncio.sleep(self._caps.watch_beat_s)
         except Exception as error:
             fail(context, error)
 

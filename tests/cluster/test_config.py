@@ -86,3 +86,12 @@ def test_refuses_what_is_not_a_mapping(tmp_path, text):
 def test_refuses_a_missing_file(tmp_path):
     with pytest.raises(ConfigError, match="No such file"):
         config.load(tmp_path / "none.yaml")
+
+
+def test_a_key_file_is_named_wherever_routers_start():
+    loaded = config.from_tree({**TREE, "auth": {"keys_file": "/keys", "keys_env": "KEYS"}})
+    assert (loaded.auth.keys_file, loaded.auth.keys_env) == ("/keys", "KEYS")
+    with pytest.raises(ConfigError, match=r"auth\.keys_file: must be an absolute path"):
+        config.from_tree({**TREE, "auth": {"keys_file": "keys"}})
+    with pytest.raises(ConfigError, match=r"auth\.key"):
+        config.from_tree({**TREE, "auth": {"key": "sk-0123456789"}})

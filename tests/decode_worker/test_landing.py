@@ -66,23 +66,39 @@ def test_a_piece_is_written_in_slices_and_whole(world):
     assert [b for values in writer.bytes for b in values] == list(range(NUM_BLOCKS))
 
 
-def test_nobody_but_its_own_abort_waits_for_a_copy(world):
-    pool, writer, landing, thread, _ = world
+def test_nobody_waits_for_a_copy_and_nobody_gets_its_blocks(world):
+    """CASES P-21: aborted in the midst of a copy, the blocks stand behind a fence until it ends."""
+    pool, writer, landing, thread, block_ids = world
     thread.start()
     assert writer.entered.acquire(timeout=WAIT_S)
-    # The step thread and other handoffs go on while the copy runs.
-    taken = threading.Thread(target=pool.allocate, args=(2, "other"), daemon=True)
-    taken.start()
-    taken.join(WAIT_S)
-    assert len(pool.blocks_of("other")) == 2
-    abort = threading.Thread(target=landing.abort, args=(AbortCause.CANCELLED,), daemon=True)
-    abort.start()
-    assert pool.importing("h") is not None, "its blocks are free only when nobody writes them"
-    writer.may_go.release(NUM_BLOCKS)
-    abort.join(WAIT_S)
-    thread.join(WAIT_S)
+    landing.abort(AbortCause.CANCELLED)  # would hang here if it waited: the copy is held up
     assert pool.importing("h") is None
-    assert pool.num_free == 14
+    assert pool.counts().fenced == NUM_BLOCKS
+    pool.check()
+    assert pool.allocate(7, "other") is None, "only what is not fenced is given out"
+    others = pool.allocate(6, "other")
+    assert others is not None
+    assert not set(others) & set(block_ids)
+    writer.may_go.release(NUM_BLOCKS)
+    thread.join(WAIT_S)
+    assert len(writer.slices) == 1, "no further slice once it is aborted"
+    assert pool.counts().fenced == 0
+    assert pool.num_free == NUM_BLOCKS
+    pool.check()
+
+
+def test_a_copy_that_fails_lifts_the_fence(world):
+    pool, writer, landing, _, _ = world
+
+    def fail(block_ids, staged_B) -> None:
+        landing.abort(AbortCause.FAULT)
+        raise OSError("no such page")
+
+    writer.import_blocks = fail
+    with pytest.raises(OSError, match="no such page"):
+        landing.write(MANIFEST, 0, NUM_BLOCKS, torch.zeros(NUM_BLOCKS * BLOCK_BYTES))
+    assert pool.num_free == 16
+    pool.check()
 
 
 def test_nothing_is_written_after_an_abort(world):

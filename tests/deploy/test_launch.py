@@ -1,6 +1,7 @@
 """The launcher around a host that does nothing: what is stopped, what is kept, what is said."""
 
 import contextlib
+import dataclasses
 import os
 import signal
 import threading
@@ -8,6 +9,7 @@ import threading
 import pytest
 
 from cluster import config as deploy_config
+from cluster.config import AuthConfig
 from cluster.errors import StartupError
 from deploy import calls, commands, host_inline, host_ray, launch, proof
 from deploy.host_inline import InlineHost
@@ -244,3 +246,11 @@ def test_one_process_does_not_wait_for_ever(config, tmp_path, monkeypatch):
     with pytest.raises(StartupError, match="not loaded after 0 s: start again"):
         host.start()
     release.set()
+
+
+def test_calls_take_their_key_from_the_environment_where_one_is_needed(config):
+    text = calls.calls_text(config)
+    assert "PDSERVE_API_KEY" not in text
+    keyed = dataclasses.replace(config, auth=AuthConfig(keys_env="KEYS"))
+    text = calls.calls_text(keyed)
+    assert text.count('-H "authorization: Bearer $PDSERVE_API_KEY"') == 2

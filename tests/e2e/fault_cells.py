@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 PAUSE_S = 4.0
 """Longer than it takes to declare a worker dead."""
-LAST = -1
-"""The number of the last message: known once an undisturbed request was watched."""
+_STEP_S = 0.03
+"""Steps are slowed to this, so that each chunk's KV goes out before the next one is there."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ STATES = {
     "offered": Hold(Role.DECODE, Point.OFFER),
     "reserved": Hold(Role.PREFILL, Point.CREDIT),
     "sending": Hold(Role.PREFILL, Point.SEND, nth=2),
-    "sent": Hold(Role.DECODE, Point.RECEIVED, nth=LAST),
+    "sent": Hold(Role.DECODE, Point.RECEIVED),
     "committed": Hold(Role.PREFILL, Point.COMMIT),
     "waiting": Hold(Role.PREFILL, Point.REDIRECT, breaks_first=True),
 }
@@ -54,7 +54,7 @@ MESSAGES = {
     Point.MANIFEST: ("reserved", Role.DECODE, 1),
     Point.SEND: ("sending", Role.PREFILL, 2),
     Point.RECV: ("sending", Role.DECODE, 2),
-    Point.RECEIVED: ("sent", Role.DECODE, LAST),
+    Point.RECEIVED: ("sent", Role.DECODE, 1),
     Point.COMMIT: ("committed", Role.PREFILL, 1),
     Point.REDIRECT: ("waiting", Role.PREFILL, 1),
 }
@@ -81,6 +81,11 @@ class Cell:
         return f"{self.component}: {self.fault}"
 
     @property
+    def is_short(self) -> bool:
+        """Whether the prompt is of one chunk: the first message with bytes is then the last."""
+        return self.state == "sent"
+
+    @property
     def may_fail(self) -> bool:
         """Only whoever loses his own router may see that."""
         return (self.component, self.fault) == ("router", "kill")
@@ -104,12 +109,14 @@ def cells() -> Iterator[Cell]:
                 yield Cell("control plane's stream", name, "any", point, peer=kind)
 
 
+SLOW_STEPS = fault("delay", Point.STEP.value, times=0, seconds=_STEP_S)
+
+
 class Scene:
     """Plays cells on one cluster."""
 
-    def __init__(self, cluster: ProcessCluster, last: int) -> None:
+    def __init__(self, cluster: ProcessCluster) -> None:
         self._cluster = cluster
-        self._last = last
 
     def play(self, cell: Cell, victim: Stream, router: str) -> None:
         """Bring the victim into the cell's state, do the fault, and wait for the victim's end."""
@@ -140,9 +147,10 @@ class Scene:
             if STATES[state].breaks_first:
                 self._break_first()
             names = self._of(role)
-            plan = [fault(verb, cell.point.value, nth=self._nth(nth), **options)]
+            plan = [fault(verb, cell.point.value, nth=nth, **options)]
+        self._slow_down()
         for name in names:
-            self._cluster.faults(name).set(*plan)
+            self._cluster.faults(name).set(*plan, SLOW_STEPS)
         victim.start()
         victim.wait_end()
         num_fired = sum(self._cluster.faults(name).fired()[0] for name in names)
@@ -154,9 +162,12 @@ class Scene:
         hold = STATES[cell.state]
         if hold.breaks_first:
             self._break_first()
+        else:
+            self._slow_down()
         held = self._of(hold.role)
         for name in held:
-            self._cluster.faults(name).set(fault("hold", hold.point.value, nth=self._nth(hold.nth)))
+            hold_there = fault("hold", hold.point.value, nth=hold.nth)
+            self._cluster.faults(name).set(hold_there, SLOW_STEPS)
         victim.start()
         holder = self._wait_held(held)
         for name in self.cluster_workers():
@@ -218,15 +229,16 @@ class Scene:
         wait_until(is_held, 10, "the handoff did not come to stand still")
         return found[0]
 
+    def _slow_down(self) -> None:
+        for name in self._of(Role.PREFILL):
+            self._cluster.faults(name).set(SLOW_STEPS)
+
     def _break_first(self) -> None:
         for name in self._of(Role.DECODE):
-            self._cluster.faults(name).set(fault("fail", Point.RECEIVED.value, nth=2))
+            self._cluster.faults(name).set(fault("fail", Point.RECEIVED.value))
 
     def _of(self, role: Role) -> list[str]:
         return [name for name, pool in self._cluster.pools.items() if pool.role is role]
 
     def cluster_workers(self) -> list[str]:
         return list(self._cluster.pools)
-
-    def _nth(self, nth: int) -> int:
-        return self._last if nth == LAST else min(nth, self._last)

@@ -37,7 +37,6 @@ class Stream(threading.Thread):
         """Set at the second token: the first one still comes from the prefill worker."""
         self.error: errors.PdserveError | None = None
         self.is_whole = False
-        self.ended_at = 0.0
 
     def run(self) -> None:
         try:
@@ -55,7 +54,6 @@ class Stream(threading.Thread):
             self.error = error
         finally:
             self.decoding.set()
-            self.ended_at = time.monotonic()
 
 
 def worker_of(cluster, pool: str):
@@ -78,7 +76,7 @@ def is_missing(cluster, role: str) -> bool:
 
 @pytest.mark.parametrize("pool", ["decode", "prefill"])
 def test_a_killed_worker_costs_only_its_requests_and_comes_back(pool, one_pair):
-    """CASES P-19, P-20: failures are visible within 5 s, no block is leaked, service resumes."""
+    """CASES P-19, P-20: nobody hangs, streams go on with the heir, no block is leaked."""
     assert answers(one_pair)
     victim = worker_of(one_pair, pool)
     streams = [Stream(one_pair.grpc) for _ in range(NUM_STREAMS)]
@@ -86,19 +84,15 @@ def test_a_killed_worker_costs_only_its_requests_and_comes_back(pool, one_pair):
         stream.start()
     for stream in streams:
         assert stream.decoding.wait(30)
-    killed_at = time.monotonic()
     psutil.Process(victim.pid).kill()
     for stream in streams:
         stream.join(60)
         assert not stream.is_alive(), "a stream hangs"
     wait_until(lambda: not psutil.pid_exists(victim.pid), 5, "the fault did not happen")
-    if pool == "decode":
-        for stream in streams:
-            assert isinstance(stream.error, errors.WorkerLost), stream.error
-            assert stream.ended_at - killed_at < 5
-    else:
-        errors_met = [stream.error for stream in streams if not stream.is_whole]
-        assert not errors_met, "running streams need no prefill worker"
+    for stream in streams:
+        # Running streams need no prefill worker. A lost decode worker's wait for its heir.
+        is_late = pool == "decode" and isinstance(stream.error, errors.NoWorker)
+        assert stream.is_whole or is_late, stream.error
     wait_until(lambda: answers(one_pair), 60, "the worker did not come back")
     heir = worker_of(one_pair, pool)
     assert (heir.worker_id, heir.pid != victim.pid) == (victim.worker_id, True)

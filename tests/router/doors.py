@@ -95,13 +95,15 @@ async def open_doors(service: Service, **headers: str) -> AsyncIterator[Doors]:
     door = GrpcDoor(service, host="127.0.0.1", port=0)
     port = await door.start()
     transport = httpx.ASGITransport(build_api(service))
-    async with (
-        httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers) as http,
-        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
-    ):
-        yield Doors(service, http, channel, f"127.0.0.1:{port}")
-    await door.stop()
-    await service.stop()
+    try:
+        async with (
+            httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers) as http,
+            grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+        ):
+            yield Doors(service, http, channel, f"127.0.0.1:{port}")
+    finally:
+        await door.stop()
+        await service.stop()
 
 
 def grpc_request(given: Mapping[str, Any]) -> pb.GenerateRequest:

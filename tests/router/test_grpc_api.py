@@ -258,6 +258,26 @@ async def test_a_full_edge_refuses(stub, service):
     assert_conserved(service)
 
 
+async def test_a_client_may_ping_each_second(service, cluster):
+    """P-28: no GOAWAY at the documented rate, beside a silent stream."""
+    options = (
+        ("grpc.keepalive_time_ms", 1000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    )
+    async with (
+        served(service) as port,
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel,
+    ):
+        call = pb_grpc.InferenceStub(channel).Generate(
+            pb.GenerateRequest(prompt="hi", timeout_s=4.5)
+        )
+        # Three strikes would be enough to be sent away: the deadline comes first.
+        error = await failure_of(call)
+        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert_conserved(service)
+
+
 STOPPED_CLIENT = """
 import os, signal, sys
 import grpc

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import grpc
 import pytest
 from fastapi.routing import APIRoute
 
 from cluster.config import Role
+from cluster.lifetime import LegTimes, Timeline
 from cluster.wire import public_v1_pb2 as pb
 from router.api import build_api
 from router.auth import Keys
+from router.cluster_body import BlocksBody, ClusterBody, LinkBody, QueueBody, WorkerBody
+from router.given import GenerateInput
 from router.http_errors import ErrorEnvelope
-from router.openai_shapes import ChatCompletion, TextCompletion
+from router.openai_shapes import (
+    ChatCompletion,
+    LegTimesBody,
+    TextCompletion,
+    TimelineBody,
+    Usage,
+)
 from router.service import Door
 from tests.router.doors import JSON, Verdict, open_doors, verdict_of
 from tests.router.fakes import (
@@ -26,6 +35,7 @@ from tests.router.fakes import (
     make_view,
     make_worker,
     speaks,
+    until,
 )
 
 HI = [{"role": "user", "content": "hi"}]
@@ -135,8 +145,22 @@ async def test_the_cluster_is_watched(doors, cluster):
         assert (await call.read()).queue.num_waiting == 5
         cluster.route.view = None
         assert (await refused(call.read())).status == 503
-    call = doors.stub.WatchCluster(pb.GetClusterRequest())
-    call.cancel()
+
+
+async def test_so_many_watch_the_cluster_and_no_more(doors, monkeypatch):
+    """S-14: streams that nobody ends are bounded; those that end make room."""
+    monkeypatch.setattr("router.service.MAX_WATCHERS", 2)
+    calls = [doors.stub.WatchCluster(pb.GetClusterRequest()) for _ in range(2)]
+    for call in calls:
+        await call.read()
+    verdict = await refused(doors.stub.WatchCluster(pb.GetClusterRequest()).read())
+    assert verdict.status == 429
+    calls[0].cancel()
+    await until(lambda: doors.service._num_watching == 1)
+    last = doors.stub.WatchCluster(pb.GetClusterRequest())
+    assert (await last.read()).num_routers == 1
+    for call in (calls[1], last):
+        call.cancel()
 
 
 async def test_the_document_tells_every_status_and_body(doors):
@@ -178,6 +202,28 @@ async def test_answers_are_what_their_models_say(doors):
     ):
         answer = (await doors.post(given)).json()
         assert kind.model_validate(answer, strict=True)
+
+
+def test_both_doors_have_every_field():
+    """P-28: what one can ask or tell, the other can; the timeline is whole in both."""
+    for of_http, of_grpc, ours in (
+        (TimelineBody, pb.Timeline, Timeline),
+        (LegTimesBody, pb.LegTimes, LegTimes),
+        (Usage, pb.Usage, None),
+        (WorkerBody, pb.Worker, None),
+        (BlocksBody, pb.Blocks, None),
+        (LinkBody, pb.Link, None),
+        (QueueBody, pb.Queue, None),
+        (ClusterBody, pb.Cluster, None),
+    ):
+        names = set(of_grpc.DESCRIPTOR.fields_by_name)
+        assert set(of_http.model_fields) == names
+        assert ours is None or {field.name for field in fields(ours)} == names
+    asked = set(pb.GenerateRequest.DESCRIPTOR.fields_by_name) - {"chat", "prompts", "prompt_ids"}
+    asked |= {"messages", "tools", "tool_choice", "extras", "call_remaining_s"}
+    # A second name for one thing, and a message that is nothing but a chat's.
+    asked |= {"max_completion_tokens"}
+    assert {field.name for field in fields(GenerateInput)} == asked
 
 
 async def test_the_document_names_the_key_where_one_is_needed():

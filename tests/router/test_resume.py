@@ -176,7 +176,7 @@ async def test_the_second_dead_worker_ends_it():
     second.say(C, start=2)
     second.die()
     text, _, error = await read(generation)
-    assert (text, type(error), error.stage) == ("c", WorkerLost, "local")
+    assert (text, type(error), error.stage) == ("c", WorkerLost, "decode")
     assert len(cluster.route.wants) == 2
     assert metric(service, 'pdserve_requests_failed_total{code="worker_lost"}') == 1
     assert metric(service, "pdserve_wasted_tokens_total") == 3

@@ -136,10 +136,28 @@ def test_first_come_first_served_by_all_the_time_waited():
     assert third.request_id == "young"
 
 
-def test_a_small_want_does_not_overtake_but_one_for_other_workers_may():
-    story = Story(*two_pools(slots=8, kv_tokens=256))
+def test_a_small_want_passes_one_without_room_within_the_aging_bound():
+    """P-16: nothing that has room waits, and nobody is passed for ever."""
+    story = Story(*two_pools(slots=8, kv_tokens=256), aging_s=0.4)
     (first,) = grants(story.want("r1", num_prompt_tokens=120))
     assert grants(story.want("big", num_prompt_tokens=200)) == []
+    (small,) = grants(story.want("small", num_prompt_tokens=16))
+    assert small.request_id == "small"
+    story.now += 0.5
+    for worker_id in ("prefill-0", "decode-0"):
+        story.report(worker_id, first.grant_id, small.grant_id)
+    story.report("prefill-0")
+    story.report("decode-0", first.grant_id)
+    assert grants(story.want("young", num_prompt_tokens=16)) == [], "the room is held for big"
+    freed = grants(story.report("decode-0"))
+    assert [grant.request_id for grant in freed] == ["big", "young"], "the one with room follows"
+
+
+def test_what_an_aged_want_lacks_is_held_and_no_other_worker():
+    story = Story(*two_pools(slots=8, kv_tokens=256), aging_s=0.001)
+    (first,) = grants(story.want("r1", num_prompt_tokens=120))
+    assert grants(story.want("big", num_prompt_tokens=200)) == []
+    story.now += 0.01
     assert grants(story.want("small", num_prompt_tokens=16)) == []
     story.report("prefill-0", first.grant_id)
     story.report("prefill-0")

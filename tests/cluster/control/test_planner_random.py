@@ -22,6 +22,17 @@ from tests.cluster.control.factory import (
 SETTINGS = ControlSettings(reconcile_s=0.0, unseen_grant_s=1e9)
 
 
+AGING_S = 0.5
+
+
+def needs_less(want, other):
+    """Whether there may be room for one and not for the other."""
+    return (
+        want.num_prompt_tokens < other.num_prompt_tokens
+        or want.num_prompt_tokens + want.max_tokens < other.num_prompt_tokens + other.max_tokens
+    )
+
+
 @dataclass
 class SimWorker:
     """Holds legs until told to end them; proves that it was never promised too much."""
@@ -48,10 +59,11 @@ class World:
         self.rng = random.Random(seed)
         self.now = 0.0
         self.planner = Planner(
-            make_config(*pools, max_queue_requests=40), term=1, settings=SETTINGS, now=0.0
+            make_config(*pools, max_queue_requests=40, aging_s=AGING_S), term=1, settings=SETTINGS, now=0.0
         )
         self.workers = {}
         self.waiting = {}
+        self.since = {}
         self.live = {}
         self.grants = {}
         self.answers = {}
@@ -106,7 +118,11 @@ class World:
             if other.request_id < want.request_id and want.export is None is other.export
         ]
         same = [other for other in older if (other.max_tokens == 1) == (want.max_tokens == 1)]
-        assert not same, f"{key} has overtaken {same}"
+        for other in same:
+            # It has no room where the younger one, which needs less, has; and that for a while.
+            assert needs_less(want, other), f"{key} has overtaken {other}"
+            waited_more_s = self.since[key] - self.since[other.request_id, other.attempt]
+            assert waited_more_s <= AGING_S, f"{key} has overtaken {other}"
         self.answered(grant, "grant")
         self.num_granted += 1
         prompt, output = want.num_prompt_tokens, min(want.max_tokens - 1, SETTINGS.growth_tokens)
@@ -138,6 +154,7 @@ class World:
             remaining_s=self.rng.choice([0.5, 1e4]),
         )
         self.waiting[request_id, 0] = want
+        self.since[request_id, 0] = self.now
         self.take(self.planner.want(self.rng.choice("ab"), want, self.now))
 
     def cancel(self):
@@ -194,6 +211,7 @@ class World:
         again = replace(want, attempt=want.attempt + 1, export=export, remaining_s=1e4)
         self.num_exports += 1
         self.waiting[again.request_id, again.attempt] = again
+        self.since[again.request_id, again.attempt] = self.now
         self.take(self.planner.want(self.rng.choice("ab"), again, self.now))
 
     def holds(self, worker_id, grant_id):

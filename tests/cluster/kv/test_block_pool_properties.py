@@ -2,7 +2,7 @@
 
 import hypothesis.strategies as st
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from cluster.kv.block_pool import BlockPool
 from tests.factories import BLOCK_SIZE, make_key, make_prefix_index
@@ -16,7 +16,7 @@ _numbers = st.one_of(st.integers(0, 4), st.just(NUM_BLOCKS))
 
 
 class Pool(RuleBasedStateMachine):
-    """The model: each holder's blocks, each reservation's and each fence's.
+    """The model: each holder's blocks, each reservation's and what is fenced.
 
     It keeps no free list and no counts: what nobody has is free or cached.
     """
@@ -26,7 +26,7 @@ class Pool(RuleBasedStateMachine):
         self.pool = BlockPool(NUM_BLOCKS, make_prefix_index())
         self.held: dict[object, list[int]] = {}
         self.importing: dict[str, tuple[object, list[int]]] = {}
-        self.fences: dict[int, list[int]] = {}
+        self.fences: dict[str, list[int]] = {}
         self.set_aside = 0
         self.heard = 0
         self.pool.subscribe(self._hear)
@@ -122,7 +122,7 @@ class Pool(RuleBasedStateMachine):
 
     @rule(handoff_id=_handoffs, key=_keys, num_blocks=_numbers)
     def reserve(self, handoff_id, key, num_blocks) -> None:
-        if handoff_id in self.importing:
+        if handoff_id in self.importing or handoff_id in self.fences:
             return
         block_ids = self.pool.reserve(num_blocks, handoff_id, key)
         if num_blocks > self.num_available() - self.set_aside:
@@ -146,24 +146,15 @@ class Pool(RuleBasedStateMachine):
         _, block_ids = self.importing.pop(handoff_id, (None, []))
         assert self.pool.cancel(handoff_id) == len(block_ids)
 
-    @rule(holder=_holders)
-    def fence(self, holder) -> None:
-        token = self.pool.fence(holder)
-        self.fences[token] = self.held.pop(holder, [])
+    @rule(handoff_id=_handoffs)
+    def fence(self, handoff_id) -> None:
+        self.pool.fence(handoff_id)
+        if handoff_id in self.importing:
+            _, self.fences[handoff_id] = self.importing.pop(handoff_id)
 
     @rule(handoff_id=_handoffs)
-    def fence_import(self, handoff_id) -> None:
-        _, block_ids = self.importing.pop(handoff_id, (None, []))
-        self.fences[self.pool.fence_import(handoff_id)] = block_ids
-
-    @precondition(lambda self: self.fences)
-    @rule(data=st.data())
-    def unfence(self, data) -> None:
-        token = data.draw(st.sampled_from(sorted(self.fences)))
-        before = self.taken()
-        del self.fences[token]
-        assert self.pool.unfence(token) == len(before - self.taken())
-        assert self.pool.unfence(token) == 0
+    def unfence(self, handoff_id) -> None:
+        assert self.pool.unfence(handoff_id) == len(self.fences.pop(handoff_id, ()))
 
     @rule(num_blocks=st.integers(0, 4))
     def leave(self, num_blocks) -> None:
@@ -177,7 +168,7 @@ class Pool(RuleBasedStateMachine):
         held = set().union(*self.held.values())
         assert counts.held == len(held)
         assert counts.importing == sum(len(ids) for _, ids in self.importing.values())
-        assert counts.fenced == len(set().union(*self.fences.values()) - held)
+        assert counts.fenced == sum(map(len, self.fences.values()))
         assert counts.free + counts.cached == self.pool.num_free == self.num_available()
         for holder, block_ids in self.held.items():
             assert self.pool.blocks_of(holder) == tuple(block_ids)

@@ -1,4 +1,4 @@
-"""Blocks with several holders, without any, and behind fences; and books that don't agree."""
+"""Blocks with several holders, without any, and fenced; and books that don't agree."""
 
 import pytest
 
@@ -182,66 +182,32 @@ class TestCached:
 
 class TestFenced:
     def test_nobody_gets_a_fenced_block_before_its_fence_is_lifted(self, pool):
-        """P-21: what may still be read or written late is given to nobody."""
+        """P-21: what may still be written late is given to nobody."""
         heard = []
         pool.subscribe(lambda: heard.append(pool.num_free))
-        fenced = pool.allocate(4, EXPORT)
-        token = pool.fence(EXPORT)
-        assert pool.blocks_of(EXPORT) == ()
+        fenced = pool.reserve(4, "h", A)
+        pool.fence("h")
+        assert pool.importing("h") is None
+        assert pool.cancel("h") == 0
         assert pool.counts() == BlockCounts(free=6, held=0, importing=0, fenced=4)
         assert (pool.num_free, heard) == (6, [])
         assert pool.allocate(7, A) is None
-        assert pool.reserve(7, "h", A) is None
+        assert pool.reserve(7, "next", A) is None
         assert not set(pool.allocate(6, A)) & set(fenced)
-        assert pool.unfence(token) == 4
+        assert pool.unfence("h") == 4
         assert heard == [4]
         assert sorted(pool.allocate(4, B)) == sorted(fenced)
-        assert pool.unfence(token) == 0
-
-    def test_a_fenced_block_is_not_found_any_more(self, pool):
-        compute(pool, A, 3)
-        token = pool.fence(A)
-        assert find(pool, 3) == []
-        pool.unfence(token)
-        assert pool.counts().free == 10
-
-    def test_a_block_that_others_hold_is_fenced_when_they_let_go(self, pool):
-        block_ids = pool.allocate(3, A)
-        pool.share(A, block_ids[:2], EXPORT)
-        token = pool.fence(EXPORT)
-        pool.check()
-        assert pool.counts() == BlockCounts(free=7, held=3, importing=0)
-        pool.release(A)
-        assert pool.counts() == BlockCounts(free=8, held=0, importing=0, fenced=2)
-        assert pool.unfence(token) == 2
-
-    def test_a_fence_that_ends_before_the_others_let_go_is_no_matter(self, pool):
-        block_ids = compute(pool, A, 2)
-        pool.share(A, block_ids, EXPORT)
-        assert pool.unfence(pool.fence(EXPORT)) == 0
-        pool.release(A)
-        assert pool.counts() == BlockCounts(free=8, held=0, importing=0, cached=2)
-
-    def test_two_fences_around_a_block_are_both_lifted_before_it_is_free(self, pool):
-        block_ids = pool.allocate(2, A)
-        pool.share(A, block_ids, B)
-        first, second = pool.fence(A), pool.fence(B)
-        assert pool.unfence(second) == 0
-        assert pool.counts().fenced == 2
-        assert pool.unfence(first) == 2
-
-    def test_a_reservation_whose_sender_may_still_write_is_fenced(self, pool):
-        """P-21: for links whose sender writes into the blocks itself."""
-        pool.reserve(3, "h", A)
-        token = pool.fence_import("h")
-        assert pool.importing("h") is None
-        assert pool.cancel("h") == 0
-        assert pool.counts() == BlockCounts(free=7, held=0, importing=0, fenced=3)
-        assert pool.unfence(token) == 3
+        assert pool.unfence("h") == 0
 
     def test_a_fence_around_nothing_is_lifted_like_any(self, pool):
-        assert pool.unfence(pool.fence(A)) == 0
-        assert pool.unfence(pool.fence_import("never")) == 0
+        pool.fence("never")
+        assert pool.unfence("never") == 0
+
+    def test_a_handoff_behind_a_fence_gets_no_other_reservation(self, pool):
+        pool.reserve(2, "h", A)
+        pool.fence("h")
+        with pytest.raises(OwnershipError, match="has its reservation"):
+            pool.reserve(2, "h", A)
 
 
 def _leak_held(pool):
@@ -267,11 +233,11 @@ def _cached_too(pool):
 
 
 def _fenced_too(pool):
-    pool._fences.fenced.add(pool._free[0])
+    pool._fenced["late"] = (pool._free[0],)
 
 
 def _fence_forgotten(pool):
-    pool._fences.put([pool._free.pop()])
+    del pool._fenced["f"]
 
 
 def _stranger(pool):
@@ -298,8 +264,8 @@ def _leak_import(pool):
         (_held_twice_by_one, r"block 0 is held twice by one"),
         (_free_too, r"\{0: \['free', 'held by a/0\.0'\]\}"),
         (_cached_too, r"\{9: \['free', 'cached'\]\}.*no prefix finds: \[9\]"),
-        (_fenced_too, r"\{9: \['free', 'fenced'\]\}"),
-        (_fence_forgotten, r"\{6: \[\]\}.*fences are around \[5, 6\], but fenced are \[5\]"),
+        (_fenced_too, r"\{9: \['free', 'fenced for late'\]\}"),
+        (_fence_forgotten, r"\{5: \[\]\}"),
         (_stranger, r"unknown to this pool: \[10\]"),
         (_found_though_free, r"block 9 can be found by its prefix, but is free"),
         (_cached_and_lost, r"cached blocks that no prefix finds: \[2\]"),
@@ -313,8 +279,8 @@ def test_check_names_what_is_wrong(harm, said):
     pool.allocate(2, A)  # 0, 1
     compute(pool, C, 1)  # 2
     pool.reserve(2, "h", B)  # 3, 4
-    pool.allocate(1, EXPORT)  # 5
-    pool.fence(EXPORT)
+    pool.reserve(1, "f", A)  # 5
+    pool.fence("f")
     pool.release(C)
     pool.check()
     harm(pool)

@@ -8,7 +8,7 @@ import pytest
 from cluster.errors import WorkerLost
 from cluster.handoff import AbortCause
 from cluster.request import FinishReason, LegEnd, LegKey, Token
-from cluster.rpc import attach, session
+from cluster.rpc import attach, convert, session
 from cluster.rpc.options import INCARNATION_METADATA
 from cluster.wire import worker_pb2 as wire
 from cluster.wire import worker_pb2_grpc as wire_grpc
@@ -78,8 +78,7 @@ async def test_legs_and_aborts_that_were_lost_on_the_way_are_sent_again_once(att
     client, events = attached.client(wire=cable)
     await client.start_leg(make_leg())
     await soon(attached.handler.legs)
-    while not events.beats.empty():
-        events.beats.get_nowait()
+    await soon(events.beats)
     cable.cut()
     others = [LegKey(f"req-{number}", 0, 0) for number in range(20)]
     for key in others:
@@ -246,3 +245,29 @@ async def test_a_worker_that_stops_while_a_router_is_away_ends_its_legs(attached
     await soon(events.lost)
     await attached.server.stop(0)
     assert await soon(attached.handler.lost) is sink
+
+
+async def test_a_new_stream_takes_over_from_one_that_is_half_open(attached):
+    """The router noticed that its stream broke, and the worker did not yet."""
+    async with grpc.aio.insecure_channel(attached.address) as channel:
+        stub = wire_grpc.WorkerStub(channel)
+        old = stub.Attach(metadata=((INCARNATION_METADATA, "w1"),))
+        await old.write(hello("r1", 0))
+        await old.write(wire.RouterMessage(start=convert.leg_to_wire(make_leg())))
+        _, sink = await soon(attached.handler.legs)
+        sink.emit(numbered(0, 2), [])
+        new = stub.Attach(metadata=((INCARNATION_METADATA, "w1"),))
+        await new.write(hello("r1", 1))
+        sink.emit(numbered(2, 3), [])
+        heard = []
+        while len(heard) < 3:
+            batch = await asyncio.wait_for(new.read(), 5)
+            assert batch.num_taken == 1
+            heard += [token.output_index for token in batch.tokens]
+        assert heard == [0, 1, 2]
+        while await asyncio.wait_for(old.read(), 5) is not grpc.aio.EOF:
+            pass
+        assert await old.code() is grpc.StatusCode.OK
+        assert attached.handler.lost.empty()
+        await new.write(wire.RouterMessage(goodbye=wire.Goodbye()))
+        assert await soon(attached.handler.lost) is sink

@@ -11,11 +11,12 @@ import torch
 
 from cluster.errors import HandoffFailed
 from cluster.handoff import Commit, ManifestBytes
-from cluster.transport.base import TransportError
+from cluster.transport.base import CorruptPayload, TransportError
 from cluster.transport.manifest import Manifest
 from cluster.transport.staging import TransferLimits
 from tests.factories_link import (
     LAYOUT,
+    LIMITS,
     LONG_S,
     Half,
     Importer,
@@ -25,10 +26,11 @@ from tests.factories_link import (
     loopback,
     make_export,
     make_manifest,
+    shm,
 )
 
 
-@pytest.mark.parametrize("make_transports", [loopback, gloo], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make_transports", [loopback, gloo, shm], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("num_tokens", [1, 16, 17, 64, 65, 200])
 async def test_blocks_arrive_and_are_committed(
     make_world: MakeWorld, make_transports, num_tokens: int
@@ -151,3 +153,34 @@ async def test_a_block_bigger_than_the_staging_buffer_is_refused(make_world: Mak
         await other_end.recv_import(Manifest.unpack(message.payload), lambda *_: None)
     with pytest.raises(TransportError):
         await sending
+
+
+async def test_a_corrupted_payload_is_its_handoffs_failure_and_not_the_links(
+    make_world: MakeWorld,
+):
+    """S-13: with the digest on, changed bytes are never committed; the link goes on."""
+    digested = replace(LIMITS, has_digest=True)
+    world = await make_world(limits=digested)
+    importer, sender = Importer(world.receiver), Half()
+    link = await world.dialer(sender, limits=digested).link_to(world.peer, LONG_S)
+    channel = link._staged.channel
+    send, num_spoiled = channel._send, 0
+
+    def spoil(data_B: torch.Tensor, timeout_s: float) -> None:
+        nonlocal num_spoiled
+        if num_spoiled == 0:
+            data_B[5] ^= 1
+            num_spoiled += 1
+        send(data_B, timeout_s)
+
+    channel._send = spoil
+    export = make_export(9)
+    await link.send_export(make_manifest(144, "h1"), gather_from(export))
+    await link.send_export(make_manifest(144, "h2"), gather_from(export))
+    await sender.until(lambda: sender.messages == [Commit(handoff_id="h2")])
+    assert num_spoiled == 1
+    corrupted = importer.tasks[0].exception()
+    assert isinstance(corrupted, CorruptPayload)
+    assert corrupted.is_retryable
+    assert torch.equal(importer.imported[1], export)
+    assert link.is_open

@@ -1,0 +1,88 @@
+"""What a want needs of workers, and which wants need the same.
+
+Sizes are rounded up to whole blocks of the smallest size that divides all pools' block sizes: so
+wants of one group have room on a worker, or none, together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cluster.config import Preemption
+
+if TYPE_CHECKING:
+    from cluster.config import DeployConfig
+    from cluster.control.capacity import Capacity
+    from cluster.control.facts import Want
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """Sizes in tokens."""
+
+    kind: Hashable
+    """What decides which workers could serve it at all: equal for wants that compete."""
+    prefill_tokens: int
+    """KV on whoever prefills."""
+    decode_tokens: int
+    """KV that is counted on whoever decodes; more may come, and then grows into free blocks."""
+
+    def covers(self, other: Needs) -> bool:
+        """Whether whoever has no room for these has none for ``other`` either."""
+        return (
+            self.kind == other.kind
+            and self.prefill_tokens <= other.prefill_tokens
+            and self.decode_tokens <= other.decode_tokens
+        )
+
+
+class NeedsRule:
+    """Tells what wants need, by a deploy file."""
+
+    def __init__(self, config: DeployConfig, capacity: Capacity, growth_tokens: int) -> None:
+        """``growth_tokens``: output for which decode room is counted at most, where a worker can
+        preempt when it runs short."""
+        self._pools = config.pools
+        self._capacity = capacity
+        self._unit = math.gcd(*(pool.block_size for pool in config.pools))
+        can_grow = config.scheduling.preemption is not Preemption.OFF
+        self._growth_tokens = growth_tokens if can_grow else 1 << 62
+
+    def needs(self, want: Want) -> Needs:
+        """Return what it needs."""
+        prompt = want.num_prompt_tokens
+        decode = min(kv_tokens(want), prompt + self._growth_tokens)
+        return Needs(
+            kind=self._kind(want),
+            prefill_tokens=self._round(prompt),
+            decode_tokens=self._round(decode),
+        )
+
+    def group(self, want: Want) -> Hashable:
+        """Return its group; a want that avoids workers is alone in its own."""
+        if want.avoid or want.export is not None:
+            return (want.request_id, want.attempt)
+        needs = self.needs(want)
+        return (needs.kind, needs.prefill_tokens, needs.decode_tokens)
+
+    def is_single(self, want: Want) -> bool:
+        """Whether a prefill worker alone serves it."""
+        return want.export is None and self._capacity.is_single(
+            want.num_prompt_tokens, want.max_tokens
+        )
+
+    def _kind(self, want: Want) -> Hashable:
+        prompt, kv = want.num_prompt_tokens, kv_tokens(want)
+        fits = tuple((prompt <= p.kv_tokens, kv <= p.kv_tokens) for p in self._pools)
+        return want.export, want.avoid, self.is_single(want), fits
+
+    def _round(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._unit) * self._unit
+
+
+def kv_tokens(want: Want) -> int:
+    """KV of all of it; the last token's is never computed."""
+    return want.num_prompt_tokens + max(0, want.max_tokens - 1)
