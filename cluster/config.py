@@ -384,7 +384,7 @@ def _is_loopback(host: str) -> bool:
 
 
 _MAX_TIERS = 16
-_MAX_TIER_CHARS = 32
+MAX_TIER_CHARS = 32
 _POSITIVE = {
     "model": ("max_model_len",),
     "scheduling": ("aging_s", "max_preemptions", "max_queue_requests", "run_ahead_tokens"),
@@ -461,7 +461,7 @@ def _check_tiers(scheduling: SchedulingConfig) -> None:
         raise ConfigError(f"{path}: needs 1 to {_MAX_TIERS} names that differ", field=path)
     for name in tiers:
         # A number is the OpenAI way to ask for a priority: it must not be a name too.
-        if not name.replace("-", "").isalnum() or name.isdigit() or len(name) > _MAX_TIER_CHARS:
+        if not name.replace("-", "").isalnum() or name.isdigit() or len(name) > MAX_TIER_CHARS:
             raise ConfigError(
                 f"{path}: {name!r} is not a name of letters, digits and dashes", field=path
             )

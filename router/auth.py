@@ -1,6 +1,8 @@
 """Who may call: API keys of tenants, from a file or an environment variable.
 
-One key a line (in a variable, commas part them too), as ``tenant=key``; ``#`` begins a comment.
+One key a line (in a variable, commas part them too), as ``tenant=key``, or as
+``tenant:TIER=key`` or ``tenant:TIER:CEILING=key`` where its requests have another tier than the
+default one unless they name one, and may name none above a ceiling. ``#`` begins a comment.
 Only hashes stay in memory. With keys set, every route and method needs one but the health checks;
 without, everybody is let in and there is one tenant, the empty one.
 """
@@ -15,15 +17,18 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.errors import QueueFull, StartupError, Unauthenticated
+from cluster.errors import InvalidRequest, QueueFull, StartupError, Unauthenticated
 from router.given import ANYBODY, Caller
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from cluster.config import AuthConfig
+    from cluster.policy.tiers import Tiers
 
 _TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_TIER = r"(?::[A-Za-z0-9-]{0,32})"
+_OWNER = re.compile(f"{_TENANT.pattern}{_TIER}{{0,2}}")
 _MIN_KEY_CHARS = 8
 _MAX_KEY_CHARS = 512
 _SCHEME = "bearer "
@@ -33,9 +38,9 @@ class Keys:
     """The keys that open the doors; none: the doors are open."""
 
     def __init__(self, tenants: Mapping[str, str] | None = None) -> None:
-        """``tenants`` maps each key to its tenant."""
+        """``tenants`` maps each key to its tenant, or to ``tenant:TIER:CEILING``."""
         self._digests = [
-            (sha256(key.encode()).digest(), Caller(tenant, f"key-{number}"))
+            (sha256(key.encode()).digest(), _caller(tenant, f"key-{number}"))
             for number, (key, tenant) in enumerate((tenants or {}).items())
         ]
 
@@ -60,6 +65,17 @@ class Keys:
         if not tenants:
             raise StartupError("auth: keys are asked for, and there is none")
         return cls(tenants)
+
+    def check_tiers(self, tiers: Tiers) -> None:
+        """Raise StartupError where a key names a tier that there is not."""
+        for _, caller in self._digests:
+            for name in (caller.tier, caller.ceiling):
+                try:
+                    tiers.rank(name)
+                except InvalidRequest as error:
+                    raise StartupError(
+                        f"auth: tenant {caller.tenant}: {name!r} is none of scheduling.tiers"
+                    ) from error
 
     @property
     def are_needed(self) -> bool:
@@ -86,6 +102,11 @@ class Keys:
         return found
 
 
+def _caller(owner: str, key: str) -> Caller:
+    tenant, tier, ceiling = [*owner.split(":"), "", ""][:3]
+    return Caller(tenant, key, tier, ceiling)
+
+
 def _parse(text: str) -> dict[str, str]:
     tenants = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -96,7 +117,7 @@ def _parse(text: str) -> dict[str, str]:
         is_key = (
             _MIN_KEY_CHARS <= len(key) <= _MAX_KEY_CHARS and key.isascii() and key.isprintable()
         )
-        if not separator or not _TENANT.fullmatch(tenant) or not is_key or " " in key:
+        if not separator or not _OWNER.fullmatch(tenant) or not is_key or " " in key:
             raise StartupError(
                 f"auth: line {number} of the keys is not tenant=key, with {_MIN_KEY_CHARS} to "
                 f"{_MAX_KEY_CHARS} characters of ASCII without spaces"

@@ -17,6 +17,7 @@ from transformers.utils.chat_template_utils import (
 )
 
 from cluster.errors import InvalidRequest, RequestTooLarge
+from router import strict_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 MAX_RENDER_S = 2.0
 """Of the template's own work for one chat; looked at whenever it writes something."""
+_MAX_CALL_DEPTH = 32  # of a tool call's arguments, as of what the model is told of a tool
 _THOUGHTS_END = "</think>"  # templates cut thoughts out of earlier turns, and that is right
 _NO_TEMPLATE = "this model has no chat template"
 
@@ -136,10 +138,15 @@ def _call(call: ToolCall) -> dict[str, Any]:
 
 
 def _arguments(call: ToolCall) -> Any:
-    """Return arguments as templates expect them, an object; a text that is none stays a text."""
+    """Return arguments as templates expect them, an object; a text that is none stays a text.
+
+    So does one whose object could not be written again: it is too deep, or holds half a character.
+    """
+    text = call.arguments.encode()
     try:
-        arguments = json.loads(call.arguments)
-    except (ValueError, RecursionError):
+        arguments = strict_json.parse(text, max_depth=_MAX_CALL_DEPTH, what="arguments")
+        json.dumps(arguments, ensure_ascii=False).encode()
+    except (InvalidRequest, UnicodeEncodeError):
         return call.arguments
     return arguments if isinstance(arguments, dict) else call.arguments
 

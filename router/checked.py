@@ -26,6 +26,8 @@ class Checked:
     has_seed: bool
     is_echoed: bool
     expected_tokens: int | None
+    priority: str
+    """Name of a tier, which may not exist; empty: the caller's usual one."""
     timeout_s: float
     wants_timeline: bool
     client_request_id: str

@@ -71,6 +71,10 @@ class Caller:
 
     tenant: str = ""
     key: str = ""
+    tier: str = ""
+    """Of its requests that name none; empty: the cluster's default one."""
+    ceiling: str = ""
+    """The highest tier that it may ask for; empty: any."""
 
 
 ANYBODY = Caller()

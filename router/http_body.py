@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import re
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from cluster.errors import InvalidRequest, PdserveError, RequestTooLarge
+from router import strict_json
 from router.given import GenerateInput, TokenizeInput
 
 if TYPE_CHECKING:
@@ -18,9 +17,6 @@ if TYPE_CHECKING:
 READ_TIMEOUT_S = 30.0
 _DRAIN_BYTES = 64 << 20
 _DRAIN_S = 2.0
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
-_NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
-_ONE_KIND = bytes.maketrans(b"{}", b"[]")
 
 CLIENT_ID_HEADER = "x-client-request-id"
 """An id of the client's own, echoed, by which its tenant can cancel the call."""
@@ -78,31 +74,10 @@ async def _read(request: Request, max_bytes: int) -> bytes:
 
 
 def _parse(body: bytes, max_depth: int) -> dict[str, object]:
-    if _is_deeper(body, max_depth):
-        reason = f"the body is nested deeper than {max_depth} levels, or brackets are left open"
-        raise InvalidRequest(reason)
-    try:
-        tree = json.loads(body.decode("utf-8"), parse_constant=_no_constant)
-    except (RecursionError, ValueError) as error:
-        raise InvalidRequest("the body is not valid JSON") from error
+    tree = strict_json.parse(body, max_depth=max_depth, what="the body")
     if not isinstance(tree, dict):
         raise InvalidRequest("the body must be a JSON object")
     return tree
-
-
-def _is_deeper(body: bytes, max_depth: int) -> bool:
-    """Whether brackets nest deeper, outside of strings; those that don't close count as well."""
-    brackets = _STRING.sub(b"", body).translate(_ONE_KIND, delete=_NOT_BRACKETS)
-    for _ in range(max_depth):
-        if not brackets:
-            return False
-        # Takes the innermost level of all that nests; the work is C's.
-        brackets = brackets.replace(b"[]", b"")
-    return bool(brackets)
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
 
 
 _FIELDS = (

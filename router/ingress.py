@@ -9,6 +9,7 @@ from cluster.clock import SystemClock
 from cluster.control.capacity import Capacity
 from cluster.control.route_client import RouteClient
 from cluster.errors import EngineFault
+from cluster.policy.tiers import Tiers
 from cluster.rpc.client import WorkerClient
 from router.api import build_api
 from router.auth import Keys
@@ -51,7 +52,8 @@ class Ingress:
         incarnation = uuid.uuid4().hex
         router_id = f"router-{incarnation[:8]}"
         clock = SystemClock()
-        open_door = Door(keys=Keys.load(config.auth))
+        open_door = Door(keys=Keys.load(config.auth), tiers=Tiers.of(config.scheduling))
+        open_door.keys.check_tiers(open_door.tiers)
 
         def route(events: RouteEvents) -> RouteClient:
             client = RouteClient(

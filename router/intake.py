@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from cluster.clock import Clock
     from cluster.control.capacity import Capacity
+    from cluster.policy.tiers import Tiers
     from router.checked import Checked, CheckedText
     from router.events import Counter
     from router.given import Caller
@@ -39,11 +40,18 @@ class Intake:
     """Makes plans of checked calls."""
 
     def __init__(
-        self, codec: TextCodec, capacity: Capacity, clock: Clock, *, max_prompt_chars: int
+        self,
+        codec: TextCodec,
+        capacity: Capacity,
+        clock: Clock,
+        *,
+        max_prompt_chars: int,
+        tiers: Tiers,
     ) -> None:
         self._codec = codec
         self._capacity = capacity
         self._clock = clock
+        self._tiers = tiers
         # A template adds to each turn; what it adds counts as well.
         self._max_chat_chars = 2 * max_prompt_chars
         # Tokenising releases the interpreter lock; one thread keeps order and bounds the work.
@@ -54,7 +62,11 @@ class Intake:
         self._tokenising.shutdown(wait=False, cancel_futures=True)
 
     async def plan(self, checked: Checked, caller: Caller, accepted: float) -> CallPlan:
-        """Return a call that can be started; raises InvalidRequest where it can't fit."""
+        """Return a call that can be started; raises InvalidRequest where it can't fit, or asks for
+        a tier that it may not have."""
+        priority = self._tiers.allowed(
+            checked.priority, default=caller.tier, ceiling=caller.ceiling
+        )
         prompts = await self._prompts(checked)
         params = [self._params(checked, len(prompt.ids)) for prompt in prompts]
         request_id = secrets.token_hex(16)
@@ -72,6 +84,7 @@ class Intake:
                 choice=choice,
                 tenant=caller.tenant,
                 expected_tokens=checked.expected_tokens,
+                priority=priority,
             )
             return Accepted(
                 request=request,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi.openapi.utils import get_openapi
 
+from cluster.config import MAX_TIER_CHARS
 from router.http_auth import OPEN_PATHS
 from router.http_errors import ErrorEnvelope
 from router.openai_shapes import (
@@ -177,7 +178,9 @@ def _shared(model: ServedModel, limits: LimitsConfig) -> Schema:
         "stream": flag,
         "stream_options": _nullable({"type": "object", "properties": {"include_usage": flag}}),
         "user": _nullable({"type": "string", "minLength": 1, "maxLength": limits.max_id_chars}),
-        "priority": {"enum": [0, "default", "normal", None]},
+        "priority": {
+            "anyOf": [{"enum": [0, None]}, {"type": "string", "maxLength": MAX_TIER_CHARS}]
+        },
         "expected_tokens": _integer(1),
         "timeout_s": {
             "type": ["number", "null"],

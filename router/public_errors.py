@@ -32,10 +32,15 @@ _STAGES = frozenset(
     {"edge", "queue", "placement", "intake", "prefill", "handoff", "link", "decode", "cancel"}
 )
 
+_SAFE_STAGES = frozenset({"edge", "placement"})
+"""There a NoWorker says what is lacking, and why if a worker was refused: it names nobody."""
+
 
 def public_message(error: PdserveError) -> str:
     """Return the text for a client, over HTTP and gRPC alike."""
     text = next((text for kind, text in _TEXTS.items() if isinstance(error, kind)), None)
+    if isinstance(error, NoWorker) and error.stage in _SAFE_STAGES:
+        text = f"{error.message}; try again later"
     if text is None:
         if error.http_status < HTTPStatus.INTERNAL_SERVER_ERROR:
             return error.message

@@ -14,8 +14,10 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from cluster.config import SchedulingConfig
 from cluster.control.readiness import can_serve, lack, may_wait, missing_roles
 from cluster.errors import EngineFault, InvalidRequest, NoWorker, PdserveError, QueueFull
+from cluster.policy.tiers import Tiers
 from router.auth import Keys, StreamsPerKey
 from router.calls import Call, Calls, client_name
 from router.given import ANYBODY, Caller
@@ -61,6 +63,7 @@ class Door:
 
     keys: Keys = field(default_factory=Keys)
     calls: Calls = field(default_factory=Calls)
+    tiers: Tiers = field(default_factory=lambda: Tiers.of(SchedulingConfig()))
 
 
 class Service:
@@ -93,7 +96,10 @@ class Service:
         self._num_at_edge = self._num_watching = 0
         max_prompt_chars = model.max_model_len * codec.max_token_chars
         self._validator = Validator(model, limits, max_prompt_chars=max_prompt_chars)
-        self._intake = Intake(codec, capacity, self._clock, max_prompt_chars=max_prompt_chars)
+        self.tiers = self._door.tiers
+        self._intake = Intake(
+            codec, capacity, self._clock, max_prompt_chars=max_prompt_chars, tiers=self.tiers
+        )
         self.metrics.watch(lambda: dispatcher.route.view)
 
     @property

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _BROKEN = "\ufffd"
+_MAX_PENDING_IDS, _WINDOW_IDS, _MIN_WINDOW_CHARS = 64, 16, 8
 _MAX_HELD_CHARS = 3  # a UTF-8 character that lacks its last byte shows as 3 U+FFFD at most
 
 
@@ -42,13 +43,29 @@ class Detokenizer:
         num_settled = len(pending) - _num_unsettled(pending)
         piece = pending[self._num_emitted : num_settled]
         self._num_emitted = max(self._num_emitted, num_settled)
-        if num_settled == len(pending) and pending:
+        if num_settled < len(pending):
+            self._shorten(len(pending) - self._num_emitted)
+        elif pending:
             # All of it is out: the pending ids become the context of what comes.
             self._ids = self._ids[self._num_context :]
             self._num_context = len(self._ids)
             self._context_chars = len(self._decode(self._ids))
             self._num_emitted = 0
         return piece
+
+    def _shorten(self, num_held: int) -> None:
+        """Forget the beginning of a long run of broken characters, each id of which decodes all.
+
+        The last characters of the window are those of the whole: in 8 of them at least, what is
+        broken at its own beginning is over before the ``num_held`` at its end.
+        """
+        if len(self._ids) <= _MAX_PENDING_IDS:
+            return
+        window = self._ids[-_WINDOW_IDS:]
+        num_chars = len(self._decode(window))
+        if num_chars >= _MIN_WINDOW_CHARS:
+            self._ids, self._num_context, self._context_chars = window, 0, 0
+            self._num_emitted = num_chars - num_held
 
     def flush(self) -> str:
         """Return what is still held: a character that was never completed."""

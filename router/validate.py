@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 _GREEDY_BELOW = 1e-5  # dividing logits by less than this overflows; the limit is the best token
 _MAX_MODEL_CHARS = 256
 _SEEDS = 1 << 64
-_DEFAULT_PRIORITIES = (0, "default", "normal")
 
 MAX_PROMPT_LOGPROBS = 5
 """Best tokens that OpenAI's completions tell at most."""
@@ -53,7 +52,6 @@ class Validator:
         """Return the checked call; raises InvalidRequest or ModelNotFound that names the field."""
         self._check_model(given.model)
         refuse_unserved(given.extras)
-        _check_priority(given.priority)
         values.short_string(given.user, "user", max_chars=self._limits.max_id_chars)
         prompts, chat = self._sources(given)
         num_choices = self._num_choices(given, num_prompts=max(1, len(prompts)))
@@ -71,6 +69,7 @@ class Validator:
             has_seed=given.seed is not None,
             is_echoed=is_echoed,
             expected_tokens=values.integer(given.expected_tokens, "expected_tokens", low=1),
+            priority=_priority(given.priority),
             timeout_s=self._timeout(given.timeout_s, given.call_remaining_s),
             wants_timeline=values.boolean(given.timeline, "timeline"),
             client_request_id=self.client_request_id(given.client_request_id),
@@ -235,15 +234,13 @@ def _max_tokens(given: GenerateInput, *, is_echoed: bool) -> tuple[int | None, s
     return new, "max_completion_tokens"
 
 
-def _check_priority(value: object) -> None:
-    if value is None or (not isinstance(value, bool) and value in _DEFAULT_PRIORITIES):
-        return
-    if not isinstance(value, int | str) or isinstance(value, bool):
-        raise InvalidRequest("priority must be an integer or the name of a tier", field="priority")
-    raise InvalidRequest(
-        "priority: this cluster serves first come, first served; only 0 and default are served",
-        field="priority",
-    )
+def _priority(value: object) -> str:
+    """Return the tier that was asked for, which may not exist; "" where it is the usual one."""
+    if value is None or (type(value) is int and value == 0):
+        return ""
+    if not isinstance(value, str):
+        raise InvalidRequest("priority must be the name of a tier, or 0", field="priority")
+    return "" if value == "default" else value
 
 
 def _top_p(value: object) -> float:

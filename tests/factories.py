@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 
 from cluster.engine.plan import Outcome, Plan, Scheduled, SequenceEnd, StepEvents
+from cluster.engine.rules import Rules
 from cluster.engine.scheduler import StepScheduler
 from cluster.engine.sequence import Sequence
 from cluster.errors import Cancelled, PdserveError
@@ -244,11 +245,12 @@ class Engine:
         max_model_len: int = 1000,
         runner: FakeRunner | None = None,
         has_prefix_cache: bool = False,
+        rules: Rules | None = None,
     ) -> None:
         self.clock = FakeClock()
         self.pool = BlockPool(num_blocks, make_prefix_index() if has_prefix_cache else None)
         self.scheduler = StepScheduler(
-            self.pool, BLOCK_SIZE, max_num_seqs, token_budget, chunk_tokens, max_model_len
+            self.pool, BLOCK_SIZE, max_num_seqs, token_budget, chunk_tokens, max_model_len, rules
         )
         self.runner = runner or FakeRunner()
         self.log = EventLog()

@@ -1,29 +1,31 @@
-"""The wants that have no room during one walk of the queue, and whom they stop.
+"""The wants that have no room during one walk of the queue, and what they hold.
 
-A want without room is passed by those behind it that have some, with two exceptions: none that
-arrived more than the aging bound after it takes a worker that it lacks room on, and none at all
-where an export waits, which holds blocks that others need. What cannot have room either, for it
-needs no less than one that has none, is not even tried.
+A want without room is passed by those behind it that have some, but by none that arrived more than
+the aging bound after it, or after an export: against these it holds the workers that it lacks room
+on. One of the same kind needs one of them in any case.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cluster.control.facts import Want
 from cluster.control.needs import Needs
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable
+    from collections.abc import Callable, Collection, Hashable, Sequence
 
     from cluster.control.placement import Placement
     from cluster.control.waiting import Waiting, WaitingQueue
+    from cluster.policy.queue import Head
+
+_NEVER = float("inf")
 
 
 @dataclass(slots=True)
 class _Hold:
-    """The workers that a want lacks room on are not for those that arrived after ``until``."""
+    """What a want lacks is not for those that arrived after ``until``."""
 
     until: float
     want: Want
@@ -32,47 +34,100 @@ class _Hold:
     """Found out when somebody asks."""
 
 
+@dataclass(slots=True)
+class _Kind:
+    until: float = _NEVER
+    """The earliest of its holds."""
+    holds: list[_Hold] = field(default_factory=list)
+
+
 class BlockedWants:
-    """Grows with the walk."""
+    """Grows with the walk, and spares it all the wants that no worker has room for."""
 
     def __init__(self, queue: WaitingQueue, placement: Placement, *, may_fall_back: bool) -> None:
         self.may_fall_back = may_fall_back
         self._queue = queue
         self._placement = placement
-        self._holds: list[_Hold] = []
-        self._frontier: list[Needs] = []
-        self._full_kinds: set[Hashable] = set()
+        self._kinds: dict[Hashable, _Kind] = {}
+        self._bounds = {
+            kind: placement.bounds(sample, kind, may_fall_back=may_fall_back)
+            for kind, sample in queue.samples.items()
+        }
+
+    def is_hopeless(self) -> bool:
+        """Whether a walk would change nothing: all have routes, and nobody has room on them."""
+        if self._queue.num_special or self._queue.routeless:
+            return False
+        for kind, bounds in self._bounds.items():
+            smallest = self._queue.smallest(kind)
+            if bounds is None or bounds.admit(smallest.prefill_tokens, smallest.decode_tokens):
+                return False
+        return True
+
+    def admits(self, group: Hashable) -> bool:
+        """Whether some worker may have room for a group's wants; the special ones have a say."""
+        assert isinstance(group, tuple), "as NeedsRule makes them"
+        if len(group) != 3 or self._queue.routeless:
+            return True
+        kind, prefill_tokens, decode_tokens = group
+        bounds = self._bounds[kind]
+        return bounds is None or bounds.admit(prefill_tokens, decode_tokens)
+
+    def sift(self, heads: Sequence[Head], first_of: Callable[[Hashable], Waiting]) -> list[Head]:
+        """Leave out the groups that no worker has room for; they hold what they lack."""
+        admitted = [head for head in heads if self.admits(head[2])]
+        if len(admitted) == len(heads):
+            return admitted
+        # Within a kind the first one stops the most, and others of it hold nothing more.
+        is_one_kind = len(self._bounds) == 1 and not self._queue.num_special
+        for _, _, group in heads:
+            if not self.admits(group):
+                first = first_of(group)
+                self.add(first.want, first.needs, self._queue.passable_until(first))
+                if is_one_kind:
+                    break
+        return admitted
+
+    def look_again(self) -> None:
+        """Take in that room has been given away."""
+        for kind, bounds in self._bounds.items():
+            sample = self._queue.samples.get(kind)
+            if bounds is not None and sample is not None:
+                again = self._placement.bounds(sample, kind, may_fall_back=self.may_fall_back)
+                self._bounds[kind] = again
+        for kind in self._bounds.keys() - self._queue.samples.keys():
+            del self._bounds[kind]
+
+    def add(self, want: Want, needs: Needs, until: float) -> None:
+        """Note that a want has no room, and up to which arrival others may pass it."""
+        kind = self._kinds.setdefault(needs.kind, _Kind())
+        kind.until = min(kind.until, until)
+        # Whoever lacks at least as much, and stops no fewer, does it for both.
+        if not any(hold.until <= until and needs.covers(hold.needs) for hold in kind.holds):
+            kind.holds.append(_Hold(until, want, needs))
 
     def stops(self, waiting: Waiting) -> bool:
-        """Whether it has no room because one that needs no more had none."""
-        needs = waiting.needs
-        return needs.kind in self._full_kinds or any(n.covers(needs) for n in self._frontier)
+        """Whether it has no room, or one of its own kind may not be passed by it."""
+        if not self.admits(waiting.group):
+            self.add(waiting.want, waiting.needs, self._queue.passable_until(waiting))
+            return True
+        kind = self._kinds.get(waiting.needs.kind)
+        return kind is not None and waiting.ticket.arrived > kind.until
+
+    def stops_group(self, waiting: Waiting) -> bool:
+        """Whether the rest of its group is stopped with it."""
+        return self._queue.is_by_arrival or not self.admits(waiting.group)
 
     def held_from(self, waiting: Waiting) -> Collection[str]:
-        """Return the workers that it must leave to others."""
-        holds = [hold for hold in self._holds if waiting.ticket.arrived > hold.until]
-        if not holds:
-            return ()
-        return frozenset().union(*(self._workers(hold) for hold in holds))
-
-    def add(self, waiting: Waiting, want: Want, held: Collection[str]) -> bool:
-        """Note that it has no room, ``want`` being what was tried; whether nobody has any."""
-        until, needs = self._queue.passable_until(waiting), waiting.needs
-        # Whoever lacks room for less, and stops no fewer, stops them already.
-        if not any(hold.until <= until and needs.covers(hold.needs) for hold in self._holds):
-            self._holds.append(_Hold(until, want, needs))
-        if held or want.avoid or want.export is not None:
-            # Others may have room where this one may not go.
-            return False
-        smallest = self._queue.smallest(needs.kind)
-        if smallest == needs or not self._placement.has_room(
-            want, smallest, may_fall_back=self.may_fall_back
-        ):
-            self._full_kinds.add(needs.kind)
-            return self._full_kinds >= self._queue.kinds
-        self._frontier = [n for n in self._frontier if not needs.covers(n)]
-        self._frontier.append(needs)
-        return False
+        """Return the workers that it must leave to wants of other kinds."""
+        arrived, own = waiting.ticket.arrived, waiting.needs.kind
+        held: set[str] = set()
+        for name, kind in self._kinds.items():
+            if name != own and arrived > kind.until:
+                for hold in kind.holds:
+                    if arrived > hold.until:
+                        held |= self._workers(hold)
+        return held
 
     def _workers(self, hold: _Hold) -> frozenset[str]:
         if hold.worker_ids is None:

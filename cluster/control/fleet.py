@@ -17,7 +17,7 @@ from cluster.control.worker_entry import WorkerEntry
 from cluster.policy.batching import is_closed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from cluster.config import PoolConfig, SchedulingConfig
     from cluster.control.costs import CostModel
@@ -50,6 +50,17 @@ _PARTS = {
 
 
 @dataclass(frozen=True, slots=True)
+class Most:
+    """Room in tokens."""
+
+    prefill: int
+    decode: int
+
+
+_NONE = Most(-1, -1)
+
+
+@dataclass(frozen=True, slots=True)
 class _Room:
     """What an open worker has room for, in tokens; rounded as ``Needs`` are."""
 
@@ -72,20 +83,22 @@ class _Open:
         self._part = part
         self._by_cost: list[tuple[_Key, _Room]] = []
         self._by_room: list[tuple[int, str, _Room]] = []
+        self._most: Most | None = None
 
     def add(self, room: _Room) -> None:
+        self._most = None
         bisect.insort(self._by_cost, (room.cost, room))
         bisect.insort(self._by_room, (self._size(room), room.entry.worker_id, room))
 
     def remove(self, room: _Room) -> None:
+        self._most = None
         del self._by_cost[bisect.bisect_left(self._by_cost, (room.cost,))]
         place = (self._size(room), room.entry.worker_id)
         del self._by_room[bisect.bisect_left(self._by_room, place)]
 
     def with_room(self, needs: Needs) -> Iterator[WorkerEntry]:
         """Iterate over those that hold the needs, the cheapest first."""
-        need = needs.prefill_tokens if self._part is Part.PREFILL else needs.decode_tokens
-        first = bisect.bisect_left(self._by_room, (need,))
+        first = bisect.bisect_left(self._by_room, (self._need(needs),))
         if len(self._by_room) - first > _FEW:
             for _, room in self._by_cost:
                 if room.holds(self._part, needs):
@@ -94,6 +107,21 @@ class _Open:
         few = [room for _, _, room in self._by_room[first:] if room.holds(self._part, needs)]
         for room in sorted(few, key=_cost):
             yield room.entry
+
+    def most(self) -> Most:
+        if not self._by_room:
+            return _NONE
+        if self._most is None:
+            last = self._by_room[-1][2]
+            prefill = last.prefill
+            if self._part is Part.LOCAL:
+                # The two need not be the same worker's.
+                prefill = max(room.prefill for _, _, room in self._by_room)
+            self._most = Most(prefill, last.decode)
+        return self._most
+
+    def _need(self, needs: Needs) -> int:
+        return needs.prefill_tokens if self._part is Part.PREFILL else needs.decode_tokens
 
     def _size(self, room: _Room) -> int:
         return room.prefill if self._part is Part.PREFILL else room.decode
@@ -114,24 +142,37 @@ class Fleet:
         self._ledger = ledger
         self._costs = costs
         self._open: dict[tuple[Role, Part], _Open] = {}
-        self._rooms: dict[str, list[tuple[_Open, _Room]]] = {}
+        self._rooms: dict[str, Sequence[tuple[_Open, _Room]]] = {}
+        self._has_grown = False
 
     def refresh(self) -> None:
         """Take in what has changed in the ledger."""
         changed = self._ledger.changed
         while changed:
             worker_id = changed.pop()
-            for listed, room in self._rooms.pop(worker_id, ()):
+            old = self._rooms.pop(worker_id, ())
+            for listed, room in old:
                 listed.remove(room)
             entry = self._ledger.workers.get(worker_id)
             self._costs.learn_speeds(worker_id, entry)
             if entry is not None:
-                self._rooms[worker_id] = self._enter(entry)
+                new = self._rooms[worker_id] = self._enter(entry)
+                self._has_grown |= _has_grown(old, new)
+
+    def take_growth(self) -> bool:
+        """Whether somebody has had more room since the last call."""
+        has_grown, self._has_grown = self._has_grown, False
+        return has_grown
 
     def with_room(self, role: Role, part: Part, needs: Needs) -> Iterator[WorkerEntry]:
         """Iterate over the workers of a role that have room for these needs, cheapest first."""
         listed = self._open.get((role, part))
         return iter(()) if listed is None else listed.with_room(needs)
+
+    def most(self, role: Role, part: Part) -> Most:
+        """Return the most room that any worker of a role has for a part; less than 1: none."""
+        listed = self._open.get((role, part))
+        return _NONE if listed is None else listed.most()
 
     def has_room(self, entry: WorkerEntry, part: Part, needs: Needs) -> bool:
         """Whether one worker has room for these needs."""
@@ -174,3 +215,12 @@ class Fleet:
 
 def _cost(room: _Room) -> _Key:
     return room.cost
+
+
+def _has_grown(old: Sequence[tuple[_Open, _Room]], new: Sequence[tuple[_Open, _Room]]) -> bool:
+    before = {id(listed): room for listed, room in old}
+    for listed, room in new:
+        known = before.get(id(listed))
+        if known is None or room.prefill > known.prefill or room.decode > known.decode:
+            return True
+    return False

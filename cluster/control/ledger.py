@@ -69,6 +69,8 @@ class Ledger:
         self.links = links
         self.workers: dict[str, WorkerEntry] = {}
         self.grants: dict[str, GrantRecord] = {}
+        self.num_changes = 0
+        """How often workers have come or gone."""
         self.changed: set[str] = set()
         """Workers that changed in what placing depends on; whoever reads it empties it."""
         self._of_role: dict[Role, dict[str, WorkerEntry]] = {}
@@ -89,6 +91,7 @@ class Ledger:
             entry = WorkerEntry(registration, empty, now, self.changed)
             entry.block_bytes = block_bytes(registration.layout)
             self.workers[registration.worker_id] = entry
+            self.num_changes += 1
             self._of_role.setdefault(registration.role, {})[registration.worker_id] = entry
         entry.registration = registration
         self.max_model_len = max(self.max_model_len or 0, registration.max_model_len)
@@ -115,6 +118,7 @@ class Ledger:
         """
         role = self.workers.pop(worker_id).registration.role
         del self._of_role[role][worker_id]
+        self.num_changes += 1
         lengths = (entry.registration.max_model_len for entry in self.workers.values())
         self.max_model_len = max(lengths, default=None)
         self.changed.add(worker_id)

@@ -30,6 +30,9 @@ class Needs:
     decode_tokens: int
     """KV that is counted on whoever decodes; more may come, and then grows into free blocks."""
 
+    is_special: bool = False
+    """Whether it is the kind of one want alone."""
+
     def covers(self, other: Needs) -> bool:
         """Whether whoever has no room for these has none for ``other`` either."""
         return (
@@ -49,6 +52,7 @@ class NeedsRule:
         self._capacity = capacity
         self._unit = math.gcd(*(pool.block_size for pool in config.pools))
         can_grow = config.scheduling.preemption is not Preemption.OFF
+        self._kinds: dict[Hashable, int] = {}
         self._growth_tokens = growth_tokens if can_grow else 1 << 62
 
     def needs(self, want: Want) -> Needs:
@@ -59,13 +63,14 @@ class NeedsRule:
             kind=self._kind(want),
             prefill_tokens=self._round(prompt),
             decode_tokens=self._round(decode),
+            is_special=bool(want.avoid) or want.export is not None,
         )
 
     def group(self, want: Want) -> Hashable:
         """Return its group; a want that avoids workers is alone in its own."""
-        if want.avoid or want.export is not None:
-            return (want.request_id, want.attempt)
         needs = self.needs(want)
+        if needs.is_special:
+            return (want.request_id, want.attempt)
         return (needs.kind, needs.prefill_tokens, needs.decode_tokens)
 
     def is_single(self, want: Want) -> bool:
@@ -77,7 +82,11 @@ class NeedsRule:
     def _kind(self, want: Want) -> Hashable:
         prompt, kv = want.num_prompt_tokens, kv_tokens(want)
         fits = tuple((prompt <= p.kv_tokens, kv <= p.kv_tokens) for p in self._pools)
-        return want.export, want.avoid, self.is_single(want), fits
+        kind = (self.is_single(want), want.attempt > 0, fits)
+        if want.avoid or want.export is not None:
+            return kind, want.request_id, want.attempt
+        # There is a handful of them, and they are compared often.
+        return self._kinds.setdefault(kind, len(self._kinds))
 
     def _round(self, num_tokens: int) -> int:
         return -(-num_tokens // self._unit) * self._unit

@@ -25,7 +25,7 @@ from cluster.control.worker_entry import Charge, WorkerEntry
 from cluster.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Collection, Hashable, Iterable, Iterator
 
     from cluster.config import DeployConfig
     from cluster.control.facts import ExportRef
@@ -51,6 +51,25 @@ class NoRoute:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoExport:
     """The export's worker is gone, or was replaced: its KV with it."""
+
+
+_NO_BOUND = 1 << 62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """The most tokens that anybody has room for; on one worker it may be less."""
+
+    prefill: int
+    decode: int
+    local_prefill: int
+    local_decode: int
+
+    def admit(self, prefill_tokens: int, decode_tokens: int) -> bool:
+        """Whether wants that need so much may have room somewhere."""
+        return (prefill_tokens <= self.prefill and decode_tokens <= self.decode) or (
+            prefill_tokens <= self.local_prefill and decode_tokens <= self.local_decode
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +109,8 @@ class Placement:
         self._capacity = Capacity.of(config.pools, max_model_len=config.model.max_model_len)
         self.rule = NeedsRule(config, self._capacity, settings.growth_tokens)
         pools = {pool.name: pool for pool in config.pools}
+        self._known_ways: dict[tuple[Hashable, bool], _Ways | NoRoute] = {}
+        self._ways_known_at = self._grown_at = 0
         self._fleet = Fleet(pools, config.scheduling, ledger, costs)
 
     # ---- may it ever be served
@@ -141,7 +162,7 @@ class Placement:
         self._fleet.refresh()
         if want.export is not None:
             return self._choose_for_export(want.export, want, needs, held, now)
-        ways = self._ways(want, may_fall_back=may_fall_back)
+        ways = self._ways(want, needs.kind, may_fall_back=may_fall_back)
         if isinstance(ways, NoRoute):
             return ways
         routes = self._routes(ways, want, needs, held)
@@ -152,11 +173,31 @@ class Placement:
             return replace(choice, is_fallback=True, reason=ways.note + choice.reason)
         return choice
 
-    def has_room(self, want: Want, needs: Needs, *, may_fall_back: bool) -> bool:
-        """Whether a want like this one, with ``needs``, would find a route now."""
+    def take_growth(self) -> bool:
+        """Whether there is room that was not there at the last call, or workers came or went."""
         self._fleet.refresh()
-        ways = self._ways(want, may_fall_back=may_fall_back)
-        return isinstance(ways, _Ways) and bool(self._routes(ways, want, needs, (), 1))
+        before, self._grown_at = self._grown_at, self._ledger.num_changes
+        return self._fleet.take_growth() or before != self._grown_at
+
+    def bounds(self, want: Want, kind: Hashable, *, may_fall_back: bool) -> Bounds | None:
+        """Return beyond which sizes nobody has room for wants of a kind; None: they have no route.
+
+        ``want`` is one of the kind.
+        """
+        self._fleet.refresh()
+        ways = self._ways(want, kind, may_fall_back=may_fall_back)
+        if isinstance(ways, NoRoute):
+            return None
+        most, decode_most = self._fleet.most, _NO_BOUND
+        if ways.decode is not None:
+            decode_most = most(ways.decode, Part.DECODE).decode
+        local = [most(role, Part.LOCAL) for role in ways.local]
+        return Bounds(
+            prefill=-1 if ways.prefill is None else most(ways.prefill, Part.PREFILL).prefill,
+            decode=decode_most,
+            local_prefill=max((room.prefill for room in local), default=-1),
+            local_decode=max((room.decode for room in local), default=-1),
+        )
 
     def lacking(self, want: Want, needs: Needs, *, may_fall_back: bool) -> frozenset[str]:
         """Return the workers that it may use and that have no room for it."""
@@ -164,7 +205,7 @@ class Placement:
         if want.export is not None:
             ways: _Ways | NoRoute = _Ways(decode=self._decode_role)
         else:
-            ways = self._ways(want, may_fall_back=may_fall_back)
+            ways = self._ways(want, needs.kind, may_fall_back=may_fall_back)
         if isinstance(ways, NoRoute):
             return frozenset()
         return frozenset(
@@ -192,7 +233,20 @@ class Placement:
             )
         return charges
 
-    def _ways(self, want: Want, *, may_fall_back: bool) -> _Ways | NoRoute:
+    def _ways(self, want: Want, kind: Hashable, *, may_fall_back: bool) -> _Ways | NoRoute:
+        """Return whom it may use; the same for all of a kind until workers come or go."""
+        if want.avoid or want.export is not None:
+            return self._find_ways(want, may_fall_back=may_fall_back)
+        if self._ways_known_at != self._ledger.num_changes:
+            self._ways_known_at = self._ledger.num_changes
+            self._known_ways.clear()
+        place = (kind, may_fall_back)
+        ways = self._known_ways.get(place)
+        if ways is None:
+            ways = self._known_ways[place] = self._find_ways(want, may_fall_back=may_fall_back)
+        return ways
+
+    def _find_ways(self, want: Want, *, may_fall_back: bool) -> _Ways | NoRoute:
         prefill = self._if_any(want, self._prefill_role, Part.PREFILL)
         is_single = self.rule.is_single(want)
         if is_single and prefill is not None:

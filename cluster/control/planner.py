@@ -207,7 +207,7 @@ class Planner:
         for record in self._ledger.idle_grants(now, 10.0 * self._settings.orphan_s):
             logger.warning("grant=%s forgotten: no worker has it", record.grant.grant_id)
             self._ledger.remove_grant(record)
-        return decisions + self._members.orphans(now) + self._place(now)
+        return decisions + self._members.orphans(now) + self._place(now, is_tick=True)
 
     def view(self, now: float) -> ClusterView:
         """Show everything."""
@@ -242,20 +242,30 @@ class Planner:
 
     # ---- placing
 
-    def _place(self, now: float) -> list[Decision]:
-        """Walk the queue in order and grant what has room."""
+    def _place(self, now: float, *, is_tick: bool = False) -> list[Decision]:
+        """Walk the queue in order and grant what has room.
+
+        Where nobody has more room than at the last walk, and nobody came or went, time alone
+        changes something: each tick walks.
+        """
         decisions: list[Decision] = []
         for waiting in self._queue.take_expired(now):
             decisions.append(self._reject(waiting.router_id, waiting.want, _deadline_passed()))
+        may_change = self._placement.take_growth() | self._queue.take_news() | is_tick
+        may_change |= self._queue.num_special > 0
+        if not may_change:
+            return decisions
         blocked = BlockedWants(
             self._queue, self._placement, may_fall_back=not self._is_reconciling(now)
         )
-        walk = self._queue.walk(now)
+        if blocked.is_hopeless():
+            return decisions
+        walk = self._queue.walk(now, blocked)
         for waiting in walk:
-            want = self._effective(waiting, now)
             if blocked.stops(waiting):
-                walk.close(waiting.group)
+                walk.close_if(waiting.group, blocked.stops_group(waiting))
                 continue
+            want = self._effective(waiting, now)
             held = blocked.held_from(waiting)
             outcome = self._placement.choose(
                 want, waiting.needs, held, now, may_fall_back=blocked.may_fall_back
@@ -264,16 +274,20 @@ class Planner:
                 self._queue.remove(waiting.key)
                 counted_tokens = self._queue.granted(waiting.want)
                 decisions.append(self._granter.grant(waiting, outcome, now, counted_tokens))
-            elif isinstance(outcome, Blocked):
-                if want is waiting.want:
-                    waiting.routeless_since = None
-                if not held:
-                    walk.close(waiting.group)
-                if blocked.add(waiting, want, held):
+                blocked.look_again()
+                if blocked.is_hopeless():
                     break
+            elif isinstance(outcome, Blocked):
+                self._has_no_room(waiting, want, blocked)
+                walk.close_if(waiting.group, not held)
             else:
                 decisions += self._without_route(waiting, outcome, now)
         return decisions
+
+    def _has_no_room(self, waiting: Waiting, want: Want, blocked: BlockedWants) -> None:
+        if waiting.routeless_since is not None and want is waiting.want:
+            self._queue.note_route(waiting, None)
+        blocked.add(want, waiting.needs, self._queue.passable_until(waiting))
 
     def _effective(self, waiting: Waiting, now: float) -> Want:
         """Return the want as it is placed now: nobody is avoided when nobody else came."""
@@ -292,9 +306,9 @@ class Planner:
                 waiting, HandoffFailed("the worker that kept the KV is gone", stage="placement")
             )
         if waiting.routeless_since is None:
-            waiting.routeless_since = now
+            self._queue.note_route(waiting, now)
         wait_s = self._settings.replacement_wait_s if _was_served(waiting.want) else 0.0
-        if now - waiting.routeless_since < wait_s:
+        if now - (waiting.routeless_since or now) < wait_s:
             return []
         error = NoWorker(
             readiness.lack([missing.role], self._members.refusals.view(now)),

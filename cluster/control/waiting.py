@@ -16,13 +16,12 @@ from cluster.config import Policy
 from cluster.control.facts import Want
 from cluster.control.needs import Needs
 from cluster.policy.order import Ahead, Ordering, Ticket
-from cluster.policy.queue import PolicyQueue, Walk
+from cluster.policy.queue import PolicyQueue, Sieve, Walk
 from cluster.policy.tiers import Tiers
 from cluster.policy.work import OutputEstimates
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
-    from collections.abc import Set as AbstractSet
 
     from cluster.config import SchedulingConfig
     from cluster.control.ledger import GrantRecord, WantKey
@@ -65,6 +64,14 @@ class WaitingQueue:
         self._orders = itertools.count()
         self._prefills: dict[Hashable, Counter[int]] = {}
         self._decodes: dict[Hashable, Counter[int]] = {}
+        self._has_news = False
+        self._smallest: dict[Hashable, Needs] = {}
+        self.samples: dict[Hashable, Want] = {}
+        """One want of each kind that waits, but for the special ones."""
+        self.routeless: set[WantKey] = set()
+        """Wants that nobody who is there could serve."""
+        self.num_special = 0
+        """Wants that are alone of their kind: exports, and those that avoid workers."""
         self.num_tokens = 0
         """Prompt tokens that wait."""
 
@@ -108,9 +115,11 @@ class WaitingQueue:
             routeless_since=None if old is None else old.routeless_since,
         )
         self._queue.add(waiting.key, waiting, waiting.ticket)
+        self.note_route(waiting, waiting.routeless_since)
         heapq.heappush(self._deadlines, (waiting.deadline, waiting.ticket.order, waiting.key))
         self.num_tokens += want.num_prompt_tokens
         self._count(waiting, 1)
+        self._has_news = True
         return waiting
 
     def remove(self, key: WantKey) -> Waiting | None:
@@ -118,7 +127,9 @@ class WaitingQueue:
         waiting = self._queue.remove(key)
         if waiting is not None:
             self.num_tokens -= waiting.want.num_prompt_tokens
+            self.routeless.discard(key)
             self._count(waiting, -1)
+            self._has_news = True
         return waiting
 
     def remove_router(self, router_id: str) -> list[Waiting]:
@@ -127,6 +138,11 @@ class WaitingQueue:
         for waiting in gone:
             self.remove(waiting.key)
         return gone
+
+    def take_news(self) -> bool:
+        """Whether a want has come or gone since the last call."""
+        has_news, self._has_news = self._has_news, False
+        return has_news
 
     def take_expired(self, now: float) -> list[Waiting]:
         """Take out the wants whose deadline has passed."""
@@ -143,26 +159,37 @@ class WaitingQueue:
             heapq.heapify(self._deadlines)
         return expired
 
-    def walk(self, now: float) -> Walk[Waiting]:
+    def walk(self, now: float, sieve: Sieve[Waiting]) -> Walk[Waiting]:
         """Begin a walk in order; only what it returned last may be taken out meanwhile."""
-        return self._queue.walk(now)
+        return self._queue.walk(now, sieve)
+
+    def note_route(self, waiting: Waiting, routeless_since: float | None) -> None:
+        """Note since when no worker is there that could serve it; None: one is."""
+        waiting.routeless_since = routeless_since
+        if routeless_since is None:
+            self.routeless.discard(waiting.key)
+        else:
+            self.routeless.add(waiting.key)
 
     def passable_until(self, waiting: Waiting) -> float:
         """Return up to which arrival others may take what it waits for, while it has no room."""
         return self._ordering.passable_until(waiting.ticket)
 
     @property
-    def kinds(self) -> AbstractSet[Hashable]:
-        """The kinds of all wants."""
-        return self._prefills.keys()
+    def is_by_arrival(self) -> bool:
+        """Whether those of one group are in the order of their arrival."""
+        return self._ordering.policy is not Policy.SJF
 
     def smallest(self, kind: Hashable) -> Needs:
         """Return the least prefill and the least decode room that any want of a kind needs."""
-        return Needs(
-            kind=kind,
-            prefill_tokens=min(self._prefills[kind]),
-            decode_tokens=min(self._decodes[kind]),
-        )
+        known = self._smallest.get(kind)
+        if known is None:
+            known = self._smallest[kind] = Needs(
+                kind=kind,
+                prefill_tokens=min(self._prefills[kind]),
+                decode_tokens=min(self._decodes[kind]),
+            )
+        return known
 
     # ---- what its tenants are served
 
@@ -188,6 +215,11 @@ class WaitingQueue:
 
     def _count(self, waiting: Waiting, change: int) -> None:
         needs = waiting.needs
+        if needs.is_special:
+            self.num_special += change
+            return
+        self.samples.setdefault(needs.kind, waiting.want)
+        self._smallest.pop(needs.kind, None)
         for counts, size in (
             (self._prefills, needs.prefill_tokens),
             (self._decodes, needs.decode_tokens),
@@ -198,3 +230,4 @@ class WaitingQueue:
                 del sizes[size]
                 if not sizes:
                     del counts[needs.kind]
+                    self.samples.pop(needs.kind, None)

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from cluster.policy.fairness import TenantCounters
 from cluster.policy.order import Ordering, Place, Ticket
 
 T = TypeVar("T")
+Head = tuple[Place, int, Hashable]
+"""(place of a group's first, always 0, group): places differ, so that groups are not compared."""
+T_contra = TypeVar("T_contra", contravariant=True)
 
 
 @dataclass(slots=True, eq=False)
@@ -35,8 +38,7 @@ class _Lines(Generic[T]):
     """The lists of one tenant in one level."""
 
     groups: dict[Hashable, list[tuple[Place, _Entry[T]]]] = field(default_factory=dict)
-    heads: list[tuple[Place, int, Hashable]] = field(default_factory=list)
-    """(place, always 0, group): places differ, so that groups are never compared."""
+    heads: list[Head] = field(default_factory=list)
 
     def add(self, entry: _Entry[T]) -> None:
         group, place = entry.ticket.group, entry.place
@@ -126,10 +128,13 @@ class PolicyQueue(Generic[T]):
             heapq.heapify(self._aging)
         return entry.item
 
-    def walk(self, now: float) -> Walk[T]:
-        """Begin a walk in order; only what it returned last may be taken out meanwhile."""
+    def walk(self, now: float, sieve: Sieve[T] | None = None) -> Walk[T]:
+        """Begin a walk in order; only what it returned last may be taken out meanwhile.
+
+        With a ``sieve`` it leaves out groups, and tells of them.
+        """
         self._age(now)
-        return Walk(self._levels, self.tenants)
+        return Walk(self._levels, self.tenants, sieve)
 
     def in_order(self, now: float) -> list[T]:
         """Return all of them in order."""
@@ -160,10 +165,28 @@ class PolicyQueue(Generic[T]):
                 del self._levels[entry.level]
 
 
+class Sieve(Protocol[T_contra]):
+    """Says which groups a walk is about."""
+
+    def sift(self, heads: Sequence[Head], first_of: Callable[[Hashable], T_contra]) -> list[Head]:
+        """Return the heads of the groups that the walk visits, in their order.
+
+        Asked before any is visited that those left out could hold up; ``first_of`` tells a group's
+        first member.
+        """
+        ...
+
+
 class Walk(Generic[T]):
     """One look at a queue, in its order."""
 
-    def __init__(self, levels: dict[int, dict[str, _Lines[T]]], tenants: TenantCounters) -> None:
+    def __init__(
+        self,
+        levels: dict[int, dict[str, _Lines[T]]],
+        tenants: TenantCounters,
+        sieve: Sieve[T] | None = None,
+    ) -> None:
+        self._sieve = sieve
         self._closed: set[Hashable] = set()
         self._steps = self._go(levels, tenants)
 
@@ -175,9 +198,10 @@ class Walk(Generic[T]):
         """Return the next one; whoever is served meanwhile loses his turn to others."""
         return next(self._steps)
 
-    def close(self, group: Hashable) -> None:
-        """Leave out all that are left of a group."""
-        self._closed.add(group)
+    def close_if(self, group: Hashable, is_over: bool) -> None:
+        """Leave out all that are left of a group, if it is over with it."""
+        if is_over:
+            self._closed.add(group)
 
     def _go(self, levels: dict[int, dict[str, _Lines[T]]], tenants: TenantCounters) -> Iterator[T]:
         for number in sorted(levels):
@@ -196,8 +220,14 @@ class Walk(Generic[T]):
                 else:
                     yield item[0]
 
+    def _heads(self, lines: _Lines[T]) -> list[Head]:
+        sieve = self._sieve
+        if sieve is None:
+            return list(lines.heads)
+        return sieve.sift(lines.heads, lambda group: lines.groups[group][0][1].item)
+
     def _merge(self, lines: _Lines[T]) -> Iterator[tuple[T]]:
-        heads = list(lines.heads)  # sorted, so a heap
+        heads = self._heads(lines)  # sorted, so a heap
         while heads:
             place, _, group = heads[0]
             line = lines.groups.get(group)

@@ -61,7 +61,6 @@ class Attachments:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
         if seat is None:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "no such attach is here")
-            return
         session = seat.session
         reader = asyncio.ensure_future(self._read(messages, session))
         reader.add_done_callback(lambda _: seat.leave())
@@ -150,7 +149,11 @@ class Attachments:
             return
         logger.info("router=%s cut off", session.name)
         loop = asyncio.get_running_loop()
-        loop.call_later(KEEP_S, lambda: session.seat is seat and self._end(session))
+        loop.call_later(KEEP_S, self._give_up, seat)
+
+    def _give_up(self, seat: Seat) -> None:
+        if seat.session.seat is seat:
+            self._end(seat.session)
 
     def _end(self, session: Session) -> None:
         """Give up all legs of a router, once."""

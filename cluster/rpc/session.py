@@ -181,8 +181,8 @@ class Session:
 
     @property
     def _num_items(self) -> int:
-        news = (self._prompts, self._tokens, self._ends, self._waiting)
-        return sum(map(len, news)) + self._num_tail_items
+        news = len(self._prompts) + len(self._tokens) + len(self._ends) + len(self._waiting)
+        return news + self._num_tail_items
 
     def _take(self) -> wire.TokenBatch | None:
         """Return the next batch that was not sent on this stream, if there is one."""

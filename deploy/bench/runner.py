@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING
 
 from cluster.errors import ConfigError, PdserveError
 from deploy import progress as progress_bars
-from deploy.bench import cluster as bench_cluster
 from deploy.bench import (
+    cancel,
     decode_step,
     fault_table,
+    frontend,
     handoff,
     isolation,
     overhead,
@@ -28,6 +29,7 @@ from deploy.bench import (
     report,
     restarts,
 )
+from deploy.bench import cluster as bench_cluster
 from deploy.bench.site import Site
 from deploy.model_source import resolve_model
 
@@ -57,6 +59,7 @@ SITE_BENCHES: tuple[tuple[str, SiteBench], ...] = (
     (decode_step.NAME, decode_step.measure),
     (prefill.NAME, prefill.measure),
     (handoff.NAME, handoff.measure),
+    (frontend.NAME, frontend.measure),
 )
 CLUSTER_BENCHES = (
     ClusterBenches(
@@ -77,12 +80,19 @@ CLUSTER_BENCHES = (
     ClusterBenches(
         "two of each kind",
         "trial-2p2d.yaml",
-        ((fault_table.NAME, fault_table.measure_spare),),
+        ((cancel.NAME, cancel.measure), (fault_table.NAME, fault_table.measure_spare)),
     ),
 )
-USUAL_NAMES = (decode_step.NAME, prefill.NAME, handoff.NAME, overhead.NAME, isolation.NAME)
-NAMES = (*USUAL_NAMES, fault_table.NAME, restarts.NAME)
-"""The last ones break things for many minutes, and run only where they are named."""
+USUAL_NAMES = (
+    decode_step.NAME,
+    prefill.NAME,
+    handoff.NAME,
+    frontend.NAME,
+    overhead.NAME,
+    isolation.NAME,
+)
+NAMES = (*USUAL_NAMES, cancel.NAME, fault_table.NAME, restarts.NAME)
+"""The last ones take many minutes, and run only where they are named."""
 
 
 def run(names: Sequence[str], *, json_path: Path | None) -> int:

@@ -79,7 +79,7 @@ class Inference(pb_grpc.InferenceServicer):
         """Return the token ids of a text or a chat."""
         try:
             with self._service.edge():
-                ids = await self._service.tokenise(tokenize_input(request))
+                ids = await self._service.tokenise(tokenize_input(request, self._service.limits))
         except Exception as error:
             fail(context, error)
             return pb.TokenizeResponse()
@@ -158,7 +158,8 @@ class Inference(pb_grpc.InferenceServicer):
 
     def _given(self, request: pb.GenerateRequest, context: Any) -> GenerateInput:
         try:
-            return generate_input(request, context.time_remaining())
+            remaining_s = context.time_remaining()
+            return generate_input(request, remaining_s, self._service.limits)
         except InvalidRequest as error:
             self._service.refused(error)
             raise

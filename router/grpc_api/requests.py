@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cluster.errors import InvalidRequest
+from router import strict_json, values
 from router.given import GenerateInput, TokenizeInput
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cluster.config import LimitsConfig
     from cluster.wire import public_v1_pb2 as pb
+
+T = TypeVar("T")
 
 _OPTIONAL = (
     "n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty",
@@ -18,16 +23,25 @@ _OPTIONAL = (
 )  # fmt: skip
 
 
-def generate_input(request: pb.GenerateRequest, call_remaining_s: float | None) -> GenerateInput:
-    """Return what a GenerateRequest asks for; raises InvalidRequest for what JSON can't say."""
+_TOOL_DEPTH = 4
+"""Levels of JSON around a tool's parameters in an HTTP body."""
+
+
+def generate_input(
+    request: pb.GenerateRequest, call_remaining_s: float | None, limits: LimitsConfig
+) -> GenerateInput:
+    """Return what a GenerateRequest asks for; raises InvalidRequest for what JSON can't say.
+
+    Lists are counted first: made into objects, a message's empty entries are 100 times as large.
+    """
     chat = request.chat if request.WhichOneof("input") == "chat" else None
     fields: dict[str, Any] = {name: _value(request, name) for name in _OPTIONAL}
     return GenerateInput(
         **fields,
         model=request.model or None,
-        prompt=_prompt(request),
-        messages=None if chat is None else _messages(chat),
-        tools=None if chat is None else _tools(chat),
+        prompt=_prompt(request, limits),
+        messages=None if chat is None else _messages(chat, limits),
+        tools=None if chat is None else _tools(chat, limits),
         tool_choice=None if chat is None else chat.tool_choice or None,
         logit_bias=dict(request.logit_bias),
         stop=list(request.stop),
@@ -41,14 +55,14 @@ def generate_input(request: pb.GenerateRequest, call_remaining_s: float | None) 
     )
 
 
-def tokenize_input(request: pb.TokenizeRequest) -> TokenizeInput:
+def tokenize_input(request: pb.TokenizeRequest, limits: LimitsConfig) -> TokenizeInput:
     """Return what a TokenizeRequest asks for."""
     kind = request.WhichOneof("input")
     return TokenizeInput(
         model=request.model or None,
         prompt=request.prompt if kind == "prompt" else None,
-        messages=_messages(request.chat) if kind == "chat" else None,
-        tools=_tools(request.chat) if kind == "chat" else None,
+        messages=_messages(request.chat, limits) if kind == "chat" else None,
+        tools=_tools(request.chat, limits) if kind == "chat" else None,
         add_special_tokens=_value(request, "add_special_tokens"),
     )
 
@@ -57,16 +71,22 @@ def _value(message: Any, name: str) -> Any:
     return getattr(message, name) if message.HasField(name) else None
 
 
-def _prompt(request: pb.GenerateRequest) -> object:
+def _counted(items: Sequence[T], field: str, what: str, high: int) -> Sequence[T]:
+    values.listed(items, field, what=what, low=0, high=high)
+    return items
+
+
+def _prompt(request: pb.GenerateRequest, limits: LimitsConfig) -> object:
     kind = request.WhichOneof("input")
     if kind == "prompt":
         return request.prompt
     if kind == "prompt_ids":
         return list(request.prompt_ids.ids)
     if kind == "prompts":
+        prompts = _counted(request.prompts.prompts, "prompt", "prompts", limits.max_prompts)
         return [
             list(prompt.ids.ids) if prompt.WhichOneof("kind") == "ids" else prompt.text
-            for prompt in request.prompts.prompts
+            for prompt in prompts
         ]
     return None
 
@@ -88,41 +108,49 @@ def _priority(text: str) -> object:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else text or None
 
 
-def _messages(chat: pb.Chat) -> list[dict[str, object]]:
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(chat.messages)]
+def _messages(chat: pb.Chat, limits: LimitsConfig) -> list[dict[str, object]]:
+    turns = _counted(chat.messages, "messages", "turns", limits.max_messages)
+    return [_message(message, f"messages[{i}]", limits) for i, message in enumerate(turns)]
 
 
-def _message(message: pb.Message, field: str) -> dict[str, object]:
+def _message(message: pb.Message, field: str, limits: LimitsConfig) -> dict[str, object]:
     content: object = _value(message, "content")
     if message.parts:
         if content is not None:
             raise InvalidRequest(f"{field}: either content or parts", field=f"{field}.content")
-        content = [{"type": "text", "text": text} for text in message.parts]
+        name = f"{field}.content"
+        parts = _counted(message.parts, name, "parts", limits.max_content_parts)
+        content = [{"type": "text", "text": text} for text in parts]
     turn: dict[str, object] = {"role": message.role, "content": content}
     if message.tool_calls:
+        name = f"{field}.tool_calls"
+        calls = _counted(message.tool_calls, name, "calls", limits.max_tools)
         turn["tool_calls"] = [
             {
                 "id": call.id or None,
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }
-            for call in message.tool_calls
+            for call in calls
         ]
     return turn | {"tool_call_id": message.tool_call_id or None, "name": message.name or None}
 
 
-def _tools(chat: pb.Chat) -> list[dict[str, object]] | None:
-    return [_tool(tool, f"tools[{i}]") for i, tool in enumerate(chat.tools)] or None
+def _tools(chat: pb.Chat, limits: LimitsConfig) -> list[dict[str, object]] | None:
+    tools = _counted(chat.tools, "tools", "tools", limits.max_tools)
+    return [_tool(tool, f"tools[{i}]", limits) for i, tool in enumerate(tools)] or None
 
 
-def _tool(tool: pb.Tool, field: str) -> dict[str, object]:
+def _tool(tool: pb.Tool, field: str, limits: LimitsConfig) -> dict[str, object]:
     function: dict[str, object] = {"name": tool.name}
     if tool.description:
         function["description"] = tool.description
     if tool.parameters:
         name = f"{field}.function.parameters"
-        try:
-            function["parameters"] = json.loads(tool.parameters)
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequest(f"{name} must be JSON", field=name) from error
+        function["parameters"] = strict_json.parse(
+            tool.parameters.encode(),
+            max_depth=limits.max_json_depth - _TOOL_DEPTH,
+            what=name,
+            field=name,
+        )
     return {"type": "function", "function": function}

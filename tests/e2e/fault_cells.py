@@ -134,6 +134,15 @@ class Scene:
         cluster.clear_faults()
         cluster.wait_whole()
 
+    def hold(self, hold: Hold) -> str:
+        """Let the next handoff of a cluster of one pair stand still; returns on which worker."""
+        (holder,) = self._of(hold.role)
+        if hold.role is Role.DECODE:
+            self._slow_down()
+        there = fault("hold", hold.point.value, nth=hold.nth)
+        self._cluster.faults(holder).set(there, SLOW_STEPS)
+        return holder
+
     # ---- messages
 
     def _break_message(self, cell: Cell, victim: Stream, router: str) -> None:

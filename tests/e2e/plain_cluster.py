@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -42,13 +43,20 @@ if TYPE_CHECKING:
 REPO = Path(__file__).resolve().parents[2]
 
 
+_PORTS = range(20000, 32000)
+"""Below those that the kernel gives to outgoing connections: nobody takes one in the meantime."""
+
+
 def free_ports(count: int) -> list[int]:
     """Ports that were free a moment ago; all distinct."""
+    ports: list[int] = []
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+        while len(ports) < count:
+            each, port = stack.enter_context(socket.socket()), random.choice(_PORTS)
+            with contextlib.suppress(OSError):
+                each.bind(("127.0.0.1", port))
+                ports.append(port)
+    return ports
 
 
 def make_config(model: Path, pools: dict[str, tuple[Role, int]], **pool_options) -> DeployConfig:

@@ -12,6 +12,7 @@ from tests.e2e.plain_cluster import make_config, plain_cluster, running, with_po
 PROMPTS = [[7 + 31 * i + j * j % 97 for j in range(10 + i)] for i in range(6)]
 SEEDED = {"temperature": 0.9, "seed": 42, "max_tokens": 48}
 NUM_LONG_TOKENS = 240
+PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.2}
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +90,7 @@ def long_asks(colocated) -> list[tuple[list[int], dict]]:
         (PROMPTS[0], greedy),
         (PROMPTS[1], greedy),
         (PROMPTS[2], {**seeded, "seed": 1}),
-        (PROMPTS[3], {**seeded, "seed": 2, "top_p": 0.9, "top_k": 50}),
+        (PROMPTS[3], {**seeded, "seed": 2, "top_p": 0.9, "top_k": 50, **PENALTIES}),
     ]
     for prompt, ask in ((PROMPTS[4], {**seeded, "seed": 3}), (PROMPTS[5], {**seeded, "seed": 4})):
         _, text, _ = generate(colocated, prompt, **ask)
@@ -110,3 +111,26 @@ def test_preempted_requests_end_as_undisturbed_ones(colocated, disaggregated):
         assert count(disaggregated, "decode-0", "preemptions") - before > 0
         disaggregated.wait_quiet()
     assert count(colocated, "mixed-0", "preemptions") == 0
+
+
+def test_both_choices_of_a_preempted_request_end_as_undisturbed_ones(colocated, disaggregated):
+    """CASES P-15: n=2, which share their prompt's blocks, beside others that take theirs."""
+    ask = {"temperature": 0.9, "seed": 5, "max_tokens": NUM_LONG_TOKENS, "n": 2}
+    expected = generate_choices(colocated, PROMPTS[0], **ask)
+    assert expected[0] != expected[1]
+    others = [(prompt, {"max_tokens": NUM_LONG_TOKENS}) for prompt in PROMPTS[1:4]]
+    before = count(disaggregated, "decode-0", "preemptions")
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(generate_all, disaggregated, others)
+        assert generate_choices(disaggregated, PROMPTS[0], **ask) == expected
+        beside.result()
+    assert count(disaggregated, "decode-0", "preemptions") - before > 0
+
+
+def generate_choices(cluster, prompt: list[int], **ask) -> dict[int, list[int]]:
+    """Stream all choices: the ids of each, by index."""
+    choices: dict[int, list[int]] = {}
+    with Client(cluster.grpc) as client:
+        for piece in client.generate(prompt_ids={"ids": prompt}, ignore_eos=True, **ask):
+            choices.setdefault(piece.index, []).extend(piece.token_ids)
+    return choices

@@ -391,9 +391,9 @@ def score_of(token_id: int, params: SamplingParams) -> TokenLogprobs | None:
     """What every fake model thinks of a token: it is second best, after its neighbour."""
     if params.num_logprobs is None:
         return None
-    ranked = [((token_id + step) % VOCAB_SIZE, -0.5 * (step % 7 + 1)) for step in (7, 1, 2, 3, 4)]
-    best = [(ranked[0][0], -0.5), (token_id, -1.0), *((i, lp - 1) for i, lp in ranked[1:])]
-    return TokenLogprobs(-1.0, tuple(best[: params.num_logprobs]))
+    others = [((token_id + step) % VOCAB_SIZE, -0.5 * step) for step in range(1, 20)]
+    best = [others[0], (token_id, -0.75), *others[1:]]
+    return TokenLogprobs(-0.75, tuple(best[: params.num_logprobs]))
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cluster.config import Role
 from tests.e2e.api.ask import Caller
-from tests.e2e.plain_cluster import make_config, running
+from tests.e2e.plain_cluster import make_config, running, with_pool
 
 CONTEXT = 256
 SHAPES = {
@@ -24,6 +24,9 @@ def _caller(shape, model, folder):
     config = dataclasses.replace(
         config, model=dataclasses.replace(config.model, max_model_len=CONTEXT)
     )
+    # So few slots that eight calls at once take both decode workers.
+    if shape == "disaggregated":
+        config = with_pool(config, "decode", max_num_seqs=4)
     with running(config, model, folder) as cluster:
         caller = Caller(cluster)
         yield caller

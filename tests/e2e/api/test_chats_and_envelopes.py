@@ -117,8 +117,8 @@ def test_whatever_comes_in_has_one_envelope_and_health_goes_on(caller):
     with watched_health(caller.cluster.http) as waits, httpx.Client(timeout=30) as http:
         for path in paths:
             for name, (body, status) in BODIES.items():
-                if path != paths[0] and status == 200:
-                    continue
+                if path != paths[0] and status in (200, 404):
+                    continue  # its fields are another path's
                 answer = http.post(caller.cluster.http + path, content=body, headers=JSON)
                 assert answer.status_code == status, (path, name)
                 if status != 200:

@@ -1,0 +1,178 @@
+"""What holds whatever comes: every policy, random arrivals, sizes, tiers, aborts and capacities."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.config import Batching, Policy
+from cluster.engine.rules import Rules
+from cluster.engine.sequence import SequenceState
+from cluster.policy.order import Ordering
+from cluster.policy.tiers import Tiers
+from tests.factories import BLOCK_SIZE, Engine, expected_tokens
+
+AGING_S = 0.3
+TIERS = Tiers(names=("low", "normal", "high"), default="normal")
+
+
+@st.composite
+def rules(draw):
+    batching = draw(
+        st.sampled_from([Batching.CONTINUOUS] * 4 + [Batching.STATIC, Batching.DYNAMIC])
+    )
+    return Rules(
+        ordering=Ordering(
+            policy=draw(st.sampled_from(Policy)),
+            num_tiers=3,
+            aging_s=AGING_S,
+            is_fair=draw(st.booleans()),
+        ),
+        tiers=TIERS,
+        batching=batching,
+        batch_size=2,
+        batch_window_s=0.02,
+        preempts=batching is Batching.CONTINUOUS and draw(st.integers(0, 3)) > 0,
+        max_preemptions=draw(st.integers(1, 3)),
+    )
+
+
+arrivals = st.fixed_dictionaries(
+    {
+        "num_prompt_tokens": st.integers(1, 40),
+        "max_tokens": st.integers(1, 12),
+        "priority": st.sampled_from(["", *TIERS.names]),
+        "tenant": st.sampled_from("ab"),
+        "is_imported": st.booleans(),
+        "gap": st.integers(0, 4),
+        "aborted_after": st.sampled_from([None] * 5 + [0, 2, 7]),
+    }
+)
+sizes = st.fixed_dictionaries(
+    {
+        "num_blocks": st.integers(13, 30),
+        "max_num_seqs": st.integers(2, 4),
+        "chunk_tokens": st.sampled_from([0, 5, 16]),
+    }
+)
+
+
+class Run:
+    """One engine under test, with what it looked like before each step."""
+
+    def __init__(self, the_rules, the_sizes):
+        self.rules = the_rules
+        self.engine = Engine(rules=the_rules, token_budget=64, **the_sizes)
+        self.slots = the_sizes["max_num_seqs"]
+        self.sequences = []
+        self.aborts = []
+        self.admitted = set()
+
+    def add(self, name, *, is_imported, gap, aborted_after, **fields):
+        for _ in range(gap):
+            self.step()
+        engine = self.engine
+        blocks = -(-fields["num_prompt_tokens"] // BLOCK_SIZE)
+        can_import = is_imported and self.rules.preempts
+        if can_import and engine.pool.reserve(blocks, "probe", (name,)) is not None:
+            engine.pool.cancel("probe")
+            fields["max_tokens"] += 1
+            sequence = engine.add_imported(name, **fields)
+        else:
+            sequence = engine.add(name, **fields)
+        self.sequences.append(sequence)
+        if aborted_after is not None:
+            self.aborts.append([aborted_after, sequence])
+
+    def step(self):
+        engine = self.engine
+        for entry in self.aborts:
+            entry[0] -= 1
+            if entry[0] == 0:
+                engine.abort(entry[1])
+        was_running = self.in_state(SequenceState.RUNNING)
+        waiting = self.in_state(SequenceState.WAITING)
+        plan = engine.plan()
+        now_running = self.in_state(SequenceState.RUNNING)
+        self.check_admission(was_running, waiting, now_running)
+        if plan is not None:
+            outcome = engine.runner.run(plan)
+            engine.clock.advance(0.01)
+            engine.log.take(engine.scheduler.commit(plan, outcome, engine.clock.now()))
+        else:
+            engine.clock.advance(0.01)
+            engine.log.take(engine.scheduler.take_events())
+        engine.pool.check()
+        return plan is not None
+
+    def in_state(self, state):
+        return [s for s in self.sequences if s.state is state]
+
+    def check_admission(self, was_running, waiting, now_running):
+        assert len(now_running) <= self.slots
+        held = [block for s in self.sequences for block in s.block_ids]
+        assert len(held) == len(set(held)) <= self.engine.pool.num_blocks
+        if not self.rules.preempts:
+            assert not any(s.num_preemptions for s in self.sequences)
+        assert all(s.num_preemptions <= self.rules.max_preemptions for s in self.sequences)
+        came = [s for s in now_running if s not in was_running]
+        left = [s for s in waiting if s.state is SequenceState.WAITING]
+        if self.rules.batching is not Batching.CONTINUOUS:
+            assert not (came and was_running), "nobody joins a batch that runs"
+            assert len(now_running) <= 2
+            return
+        fresh = [s for s in came if not s.num_preemptions and s.key not in self.admitted]
+        self.admitted |= {s.key for s in came}
+        for sequence in fresh:
+            self.check_passed(sequence, left)
+        self.check_idle(now_running, left)
+
+    def check_passed(self, sequence, left):
+        """Whoever it left behind was not older by more than the bound, or lower, or lacks room."""
+        for other in left:
+            if sequence.block_ids and sequence.num_computed_tokens:
+                continue  # its KV came with it: it took a slot, and no blocks
+            is_too_young = sequence.arrived > other.arrived + AGING_S
+            if is_too_young and self.rules.ordering.is_fair:
+                is_too_young = sequence.tenant == other.tenant
+            started_again = other.num_preemptions > 0
+            assert not is_too_young or started_again, f"{sequence.key} has passed {other.key}"
+
+    def check_idle(self, now_running, left):
+        """A slot stays empty only where nobody fits, or room is kept for one who waits longer."""
+        if len(now_running) >= self.slots or not left or not self.rules.preempts:
+            return
+        kept = any(s.num_preemptions for s in self.sequences if s.state is not SequenceState.ENDED)
+        oldest = min(s.arrived for s in left)
+        free = self.engine.pool.num_free
+        growing = sum(1 for _ in now_running)
+        for sequence in left:
+            if kept or sequence.arrived > oldest + AGING_S:
+                continue
+            need = -(-sequence.num_tokens // BLOCK_SIZE) + 1
+            assert need + growing > free, f"{sequence.key} could run"
+
+    def finish(self):
+        for _ in range(3000):
+            if len(self.engine.log.ends) == len(self.sequences):
+                break
+            self.step()
+        assert len(self.engine.log.ends) == len(self.sequences), "somebody waits for ever"
+        for sequence in self.sequences:
+            name, end = sequence.key.request_id, self.engine.end(sequence)
+            got = self.engine.tokens(sequence)
+            first = self.engine.log.first_index.get(sequence.key, 0)
+            assert got == expected_tokens(name, first + len(got))[first:]
+            if end.finish_reason is not None:
+                assert sequence.num_output_tokens == sequence.params.max_tokens
+        self.engine.assert_idle()
+
+
+@given(rules(), sizes, st.lists(arrivals, min_size=1, max_size=25))
+@settings(max_examples=4000, deadline=None)
+def test_whatever_comes(the_rules, the_sizes, the_arrivals):
+    """P-15, P-16: nothing is over-committed, overtaken too far or left, and each ends once."""
+    run = Run(the_rules, the_sizes)
+    for number, fields in enumerate(the_arrivals):
+        run.add(f"r{number}", **fields)
+    run.finish()

@@ -1,0 +1,137 @@
+"""The order of those that wait, against a model that sorts them all each time."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.config import Policy
+from cluster.policy.order import Ahead, Ordering, Ticket
+from cluster.policy.queue import PolicyQueue
+
+AGING_S = 5.0
+
+
+def make_queue(policy=Policy.FCFS, **fields):
+    return PolicyQueue(Ordering(policy=policy, num_tiers=3, aging_s=AGING_S, **fields))
+
+
+def fill(queue, *tickets):
+    for order, fields in enumerate(tickets):
+        name = f"r{order}"
+        queue.add(name, name, Ticket(**{"arrived": float(order), "order": order, **fields}))
+    return queue
+
+
+def test_first_come_first_served_is_by_arrival_not_by_when_it_was_queued():
+    queue = fill(make_queue(), {"arrived": 2.0}, {"arrived": 1.0}, {"arrived": 1.0})
+    assert queue.in_order(9.0) == ["r1", "r2", "r0"]
+
+
+def test_the_least_work_goes_first_until_somebody_has_aged():
+    queue = fill(make_queue(Policy.SJF), {"work": 900.0}, {"work": 10.0}, {"work": 5.0})
+    assert queue.in_order(4.9) == ["r2", "r1", "r0"]
+    assert queue.in_order(5.0) == ["r0", "r2", "r1"]
+    assert queue.in_order(6.0) == ["r0", "r1", "r2"]
+
+
+def test_tiers_and_first_come_first_served_within_one():
+    queue = fill(make_queue(Policy.PRIORITY), {"tier": 0}, {"tier": 2}, {"tier": 1}, {"tier": 2})
+    assert queue.in_order(4.9) == ["r1", "r3", "r2", "r0"]
+    assert queue.in_order(5.0) == ["r0", "r1", "r3", "r2"], "the low one has aged"
+
+
+def test_who_was_preempted_goes_first_in_its_tier_and_an_export_before_all():
+    queue = fill(
+        make_queue(Policy.PRIORITY),
+        {"tier": 1},
+        {"tier": 1, "ahead": Ahead.IN_TIER},
+        {"tier": 2},
+        {"tier": 0, "ahead": Ahead.OF_ALL},
+    )
+    assert queue.in_order(0.0) == ["r3", "r2", "r1", "r0"]
+
+
+def test_the_tenant_that_was_served_least_is_next():
+    queue = fill(make_queue(is_fair=True), *({"tenant": t} for t in ("a", "a", "a", "b", "b")))
+    seen = []
+    for item in queue.walk(9.0):
+        tenant = queue.ticket(item).tenant
+        seen.append(item)
+        queue.remove(item)
+        queue.tenants.charge(tenant, 10.0)
+    assert seen == ["r0", "r3", "r1", "r4", "r2"]
+
+
+def test_who_was_away_has_saved_no_credit():
+    queue = make_queue(is_fair=True)
+    fill(queue, {"tenant": "a"})
+    queue.tenants.charge("a", 1000.0)
+    queue.add("late", "late", Ticket(arrived=9.0, order=9, tenant="b"))
+    assert queue.tenants.counter("b") == 1000.0
+
+
+def test_a_closed_group_is_left_out_of_the_rest_of_the_walk():
+    queue = fill(make_queue(), *({"group": g} for g in "ababab"))
+    walk, seen = queue.walk(0.0), []
+    for item in walk:
+        seen.append(item)
+        walk.close_if(queue.ticket(item).group, item == "r2")
+    assert seen == ["r0", "r1", "r2", "r3", "r5"]
+
+
+def test_a_name_waits_once():
+    queue = fill(make_queue(), {})
+    with pytest.raises(ValueError, match="waits already"):
+        fill(queue, {})
+
+
+tickets = st.fixed_dictionaries(
+    {
+        "arrived": st.floats(0.0, 20.0),
+        "tier": st.integers(0, 2),
+        "tenant": st.sampled_from("ab"),
+        "work": st.integers(1, 5).map(float),
+        "group": st.sampled_from("xyz"),
+        "ahead": st.sampled_from([Ahead.NO] * 6 + [Ahead.IN_TIER]),
+    }
+)
+
+
+@given(st.sampled_from(Policy), st.lists(tickets, max_size=30), st.data())
+@settings(max_examples=150, deadline=None)
+def test_any_coming_and_going_keeps_the_order(policy, given_tickets, data):
+    """FCFS among equals, and nobody who is younger by more than the bound is before another."""
+    queue = make_queue(policy)
+    waiting = {}
+    now = 0.0
+    for order, fields in enumerate(sorted(given_tickets, key=lambda t: t["arrived"])):
+        now = max(now, fields["arrived"])
+        ticket = Ticket(order=order, **fields)
+        queue.add(order, order, ticket)
+        waiting[order] = ticket
+        if data.draw(st.booleans()):
+            gone = data.draw(st.sampled_from(sorted(waiting)))
+            assert queue.remove(gone) == gone
+            del waiting[gone]
+        seen = queue.in_order(now)
+        assert sorted(seen) == sorted(waiting)
+        assert len(queue) == len(waiting)
+        for place, later in enumerate(seen):
+            for earlier in seen[:place]:
+                check_pair(policy, waiting[earlier], waiting[later], now)
+
+
+def check_pair(policy, first, second, now):
+    if Ahead.IN_TIER in (first.ahead, second.ahead):
+        return
+    assert first.arrived <= second.arrived + AGING_S, "overtaken by one that is too young"
+    is_equal = (first.tier, first.work) == (second.tier, second.work)
+    are_fresh = max(now - first.arrived, now - second.arrived) < AGING_S
+    if policy is Policy.FCFS or is_equal:
+        assert (first.arrived, first.order) < (second.arrived, second.order)
+    elif are_fresh and policy is Policy.SJF:
+        assert first.work <= second.work
+    elif are_fresh:
+        assert first.tier >= second.tier

@@ -1,0 +1,53 @@
+"""A client that leaves while its KV is on the way, by each door: both workers give all back."""
+
+import pytest
+
+from tests.e2e.fault_cells import STATES, Scene
+from tests.e2e.leaving import DOORS, GrpcCall, narrow_pair
+from tests.e2e.plain_cluster import wait_until
+from tests.e2e.process_cluster import process_cluster
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(60)]
+NUM_PROMPT = {"sent": 4}
+"""Of one chunk where the first message with bytes shall be the last."""
+SINGLE = [state for state in STATES if state != "waiting"]
+"""There is one decode worker: an export that waits has nowhere to go."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tiny_llama, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cancel")
+    with process_cluster(narrow_pair(tiny_llama), tiny_llama, folder) as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("state", SINGLE)
+def test_leaving_in_mid_handoff_gives_everything_back(state, door, cluster):
+    """CASES P-11: between "prefilled" and "admitted", and in mid-transfer, nobody keeps blocks."""
+    cluster.wait_quiet()
+    before = cluster.metrics()
+    # STEP 1: the handoff stands still.
+    holder = Scene(cluster).hold(STATES[state])
+    call = DOORS[door].call(cluster, NUM_PROMPT.get(state, 40), 200)
+    cluster.faults(holder).wait_fired()
+    # STEP 2: the client leaves, and the handoff goes on.
+    DOORS[door].leave(call)
+    assert cluster.faults(holder).clear()[0] == 1
+    cluster.clear_faults()
+    cluster.wait_quiet(3)
+    after = cluster.metrics()
+
+    def increase(name: str) -> float:
+        return after.total(name) - before.total(name)
+
+    assert increase("pdserve_requests_received_total") == 1
+    assert increase("pdserve_requests_aborted_total") == 1
+    # STEP 3: the next one finds the workers as they were.
+    following = GrpcCall(cluster, 48, 4)
+    following.wait_end()
+    wait_until(lambda: _num_failed(cluster) == 0, 2, "a pool's own check failed")
+
+
+def _num_failed(cluster) -> float:
+    return sum(w.report.counters["kv_check_failures"] for w in cluster.view().workers)
