@@ -83,6 +83,12 @@ class DecodeHalf:
             return False
         return leg.kind is LegKind.DECODE and opened.leg.handoff_id != leg.handoff_id
 
+    def refuse_renewal(self, key: LegKey, error: PdserveError) -> None:
+        """End a leg whose new handoff is not taken: its old one is given up already."""
+        opened = self.book.get(key)
+        assert opened is not None, "asked before"
+        self._give_up(opened, AbortCause.REFUSED, error)
+
     def abort_leg(self, key: LegKey, cause: AbortCause) -> None:
         """Give a leg up, in whatever state; its sender hears of it at once."""
         opened = self.book.get(key)

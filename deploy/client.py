@@ -130,6 +130,8 @@ class Client:
         timeout_s: float = 30.0,
     ) -> list[int]:
         """Return the token ids of a text or a chat."""
+        if prompt is not None and messages:
+            raise errors.InvalidRequest("give either prompt or messages", field="prompt")
         request = pb.TokenizeRequest()
         if prompt is not None:
             request.prompt = prompt
@@ -179,6 +181,8 @@ def _request(
     messages: Sequence[tuple[str, str] | pb.Message],
     options: dict[str, Any],
 ) -> pb.GenerateRequest:
+    if prompt is not None and messages:
+        raise errors.InvalidRequest("give either prompt or messages", field="prompt")
     request = pb.GenerateRequest(**options)
     if isinstance(prompt, str):
         request.prompt = prompt

@@ -49,19 +49,22 @@ class WorkerLegs:
 
     def start_leg(self, leg: Leg, sink: LegSink) -> None:
         """Take a leg, or end it at once with the reason."""
-        is_renewed = self.decode is not None and self.decode.may_renew(leg, sink)
-        if not is_renewed and any(leg.key in half.book for half in self.halves):
+        renewer = self.decode if self.decode and self.decode.may_renew(leg, sink) else None
+        if renewer is None and any(leg.key in half.book for half in self.halves):
             self._refuse_double(leg, sink)
             return
         try:
             self._check_state()
-            if len(self) >= MAX_OPEN_LEGS:
+            if renewer is None and len(self) >= MAX_OPEN_LEGS:
                 raise QueueFull(f"{MAX_OPEN_LEGS} legs are open", stage="intake")
             self._rules.check(leg)
             half = self._half_for(leg.kind)
         except PdserveError as error:
             error.worker_id = self._rules.worker_id
-            self._refuse(leg, sink, error)
+            if renewer is not None:
+                renewer.refuse_renewal(leg.key, error)
+            else:
+                self._refuse(leg, sink, error)
             return
         half.start_leg(leg, sink)
 

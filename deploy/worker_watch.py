@@ -26,6 +26,9 @@ _GAP_S = 1.0
 """After a longer gap between two ticks the whole process had been stopped, not a step."""
 _IDLE_S = 1.0
 """Without legs for so long, the pool is checked; the first leg after a pause shall not wait."""
+_LEAK_S = 60.0
+"""Without legs for so long, nobody holds blocks. Links may: a peer that is silent in the midst of
+a transfer is found at its timeout only."""
 
 
 class WorkerWatch:
@@ -46,8 +49,8 @@ class WorkerWatch:
         self._halves = halves
         self._on_fault = on_fault
         self._ticked_at = self._awake_since = clock.now()
-        self._idle_since: float | None = None
-        self._num_legs_checked = 0
+        self._idle_since = clock.now()
+        self._num_legs = self._num_legs_checked = 0
         self.num_pool_checks = 0
         """Checks of the pool's books, those that failed included."""
         self.num_pool_faults = 0
@@ -74,17 +77,23 @@ class WorkerWatch:
         self._check_pool(now)
 
     def _check_pool(self, now: float) -> None:
-        """Prove the pool's books when there was work and nobody has any now."""
+        """Prove the pool's books when there was work and nobody has any now; then find leaks."""
         num_legs = sum(half.book.counts["received"] for half in self._halves)
-        if num_legs == self._num_legs_checked or any(half.book for half in self._halves):
-            self._idle_since = None
-        elif self._idle_since is None:
-            self._idle_since = now
-        elif now - self._idle_since >= _IDLE_S:
-            self._num_legs_checked = num_legs
-            self.num_pool_checks += 1
-            try:
+        if num_legs != self._num_legs or any(half.book for half in self._halves):
+            self._num_legs, self._idle_since = num_legs, now
+            return
+        try:
+            if num_legs != self._num_legs_checked and now - self._idle_since >= _IDLE_S:
+                self._num_legs_checked = num_legs
+                self.num_pool_checks += 1
                 self._pool.check()
-            except AssertionError:
-                self.num_pool_faults += 1
-                raise
+            if now - max(self._idle_since, self._awake_since) >= _LEAK_S:
+                self._check_nothing_is_kept()
+        except AssertionError:
+            self.num_pool_faults += 1
+            raise
+
+    def _check_nothing_is_kept(self) -> None:
+        counts = self._pool.counts()
+        if counts.held or counts.importing or counts.fenced:
+            raise AssertionError(f"KV pool: blocks are kept for nobody: {counts}")

@@ -61,7 +61,9 @@ def _add_envelopes(api: FastAPI) -> None:
 
     @api.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:
-        return plain_error(error.status_code, _PLAIN.get(error.status_code, "refused"), "http")
+        answer = plain_error(error.status_code, _PLAIN.get(error.status_code, "refused"), "http")
+        answer.headers.update(error.headers or {})
+        return answer
 
     @api.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:

@@ -98,6 +98,7 @@ class Attempt:
         self._parts = parts
         self._owner = owner
         self._replaced: list[Peer] = []
+        self._leaving: set[str] = set()  # incarnations whose replaced leg has not ended
         self._handoff_id = grant.handoff_id
         self._news: asyncio.Queue[LegNews | Grant | PdserveError] = asyncio.Queue()
         self._search: Search | None = None
@@ -184,7 +185,9 @@ class Attempt:
         if self.merger.doubt is None:
             return await self._news.get()
         try:
-            return await asyncio.wait_for(self._news.get(), COMMIT_GRACE_S)
+            # Not ``wait_for``: before 3.12 a cancel that comes with news is lost in it.
+            async with asyncio.timeout(COMMIT_GRACE_S):
+                return await self._news.get()
         except TimeoutError:
             raise self.merger.doubt from None
 
@@ -196,7 +199,7 @@ class Attempt:
         """Take what a leg says; return what goes to the reader, None where there is nothing."""
         kind, said = news.kind, news.said
         if not self._is_current(news):
-            self._waste_late(news)
+            self._heard_late(news)
             return None
         if isinstance(said, Token):
             return self.merger.token(kind, said) or None
@@ -260,6 +263,8 @@ class Attempt:
     def _look_for_another(self, error: PdserveError) -> None:
         """Give the decode leg up and ask for another decode worker."""
         peer = self.peers[LegKind.DECODE]
+        if LegKind.DECODE in self.merger.open_kinds:
+            self._leaving.add(peer.incarnation)
         self.merger.close(LegKind.DECODE)
         self._parts.workers.abort(peer, self.key, AbortCause.FAULT)
         logger.info("leg=%s worker=%s to be replaced: %s", self.key, peer.worker_id, error.code)
@@ -289,8 +294,8 @@ class Attempt:
         holder = self.peers[LegKind.PREFILL]
         if decode is None or decode.incarnation == holder.incarnation or not grant.handoff_id:
             raise EngineFault("a grant that no export can follow", stage="placement")
-        if self._parts.workers.has_leg(decode.peer, self.key):
-            return  # the old leg's end is still to come, and has the same name
+        if decode.incarnation in self._leaving:
+            return  # the old leg's end is still to be heard, and has the same name
         self._granted = self._search = None
         self.num_redirects += 1
         self.peers[LegKind.DECODE] = decode.peer
@@ -307,9 +312,11 @@ class Attempt:
         )
         self._parts.workers.redirect(holder, redirect)
 
-    def _waste_late(self, news: LegNews) -> None:
+    def _heard_late(self, news: LegNews) -> None:
         """Count what a decode leg that was replaced still says; its repeat is no new token."""
         said = news.said
+        if isinstance(said, LegEnd) and news.kind is LegKind.DECODE:
+            self._leaving.discard(news.incarnation)
         if isinstance(said, Token) and said.output_index > self.merger.first_index:
             self._parts.metrics.wasted(1)
 

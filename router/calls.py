@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 Event = Delta | Finish
 
+CLIENT_PREFIX = "client:"
+
 
 @dataclass(slots=True, kw_only=True)
 class CallPrompt:
@@ -212,7 +214,7 @@ def client_name(tenant: str, client_request_id: str) -> str:
     It is what travels through the control plane, so that nobody can cancel across tenants.
     """
     digest = blake2b(f"{tenant}\0{client_request_id}".encode(), digest_size=16)
-    return f"client:{digest.hexdigest()}"
+    return f"{CLIENT_PREFIX}{digest.hexdigest()}"
 
 
 def _names_of(call: Call) -> Sequence[str]:

@@ -8,16 +8,17 @@ not show in the result, or that the template refuses, is an error that names ``m
 from __future__ import annotations
 
 import json
-import time
 from typing import TYPE_CHECKING, Any
 
 import jinja2
+from jinja2.exceptions import SecurityError
 from transformers.utils.chat_template_utils import (
     _compile_jinja_template as compile_template,  # the sandbox that apply_chat_template runs
 )
 
 from cluster.errors import InvalidRequest, RequestTooLarge
 from router import strict_json
+from router.time_cap import Overtime, time_cap
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
     from router.messages import Chat, ChatMessage, ToolCall
 
 MAX_RENDER_S = 2.0
-"""Of the template's own work for one chat; looked at whenever it writes something."""
+"""Of the template's own work for one chat."""
+_MAX_PRODUCT = 1 << 20
+"""Characters or items, or bits of a power, that a template may multiply up to."""
 _MAX_CALL_DEPTH = 32  # of a tool call's arguments, as of what the model is told of a tool
 _THOUGHTS_END = "</think>"  # templates cut thoughts out of earlier turns, and that is right
 _NO_TEMPLATE = "this model has no chat template"
@@ -35,7 +38,11 @@ class ChatTemplate:
     """Renders chats with one template; immutable, for any thread."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, Any]) -> None:
-        self._template = compile_template(source)
+        # The lookup of transformers' environment, with its filters, and narrower arithmetic.
+        environment = compile_template("").environment.overlay()
+        environment.intercepted_binops = frozenset({"*", "**"})
+        environment.binop_table = {**environment.binop_table, "*": _times, "**": _power}
+        self._template = environment.from_string(source)
         self._special_tokens = dict(special_tokens)
         self._knows_calls = "tool_calls" in source
         self._knows_tools = "tools" in source
@@ -79,23 +86,23 @@ class ChatTemplate:
 
     def _write(self, turns: Sequence[Mapping[str, Any]], chat: Chat, max_chars: int) -> str:
         """Run the template; raises _Refused where it fails, RequestTooLarge where it goes on."""
-        until = time.monotonic() + MAX_RENDER_S
         pieces: list[str] = []
         num_chars = 0
         try:
-            for piece in self._template.generate(
-                messages=turns,
-                tools=list(chat.tools) or None,
-                documents=None,
-                add_generation_prompt=True,
-                **self._special_tokens,
-            ):
-                pieces.append(piece)
-                num_chars += len(piece)
-                if num_chars > max_chars or time.monotonic() > until:
-                    raise RequestTooLarge("the conversation is too long", field="messages")
-        except RequestTooLarge:
-            raise
+            with time_cap(MAX_RENDER_S):
+                for piece in self._template.generate(
+                    messages=turns,
+                    tools=list(chat.tools) or None,
+                    documents=None,
+                    add_generation_prompt=True,
+                    **self._special_tokens,
+                ):
+                    pieces.append(piece)
+                    num_chars += len(piece)
+                    if num_chars > max_chars:
+                        raise Overtime
+        except Overtime as error:
+            raise RequestTooLarge("the conversation is too long", field="messages") from error
         except jinja2.TemplateError as error:
             raise _Refused(error.message or "it cannot be rendered") from error
         except Exception as error:
@@ -122,6 +129,22 @@ class ChatTemplate:
 
 class _Refused(Exception):
     """The template raised; the text is its own, made for users."""
+
+
+def _times(left: Any, right: Any) -> Any:
+    """Multiply, but no text or list so often that it would fill the memory."""
+    for repeated, times in ((left, right), (right, left)):
+        is_list = hasattr(repeated, "__len__") and isinstance(times, int)
+        if is_list and len(repeated) * times > _MAX_PRODUCT:
+            raise SecurityError("a product is too large")
+    return left * right
+
+
+def _power(base: Any, exponent: Any) -> Any:
+    are_whole = isinstance(base, int) and isinstance(exponent, int)
+    if are_whole and base.bit_length() * exponent > _MAX_PRODUCT:
+        raise SecurityError("a power is too large")
+    return base**exponent
 
 
 def refuse_without_template() -> InvalidRequest:

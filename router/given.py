@@ -63,6 +63,8 @@ class TokenizeInput:
     messages: object = None
     tools: object = None
     add_special_tokens: object = None
+    extras: Mapping[str, object] = field(default_factory=dict)
+    """As of a ``GenerateInput``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,7 +104,7 @@ def completion_input(body: Mapping[str, object], client_request_id: str | None) 
 def tokenize_input(body: Mapping[str, object]) -> TokenizeInput:
     """Return what a /tokenize body asks for."""
     names = ("model", "prompt", "messages", "tools", "add_special_tokens")
-    return TokenizeInput(**{name: body.get(name) for name in names})
+    return TokenizeInput(**{name: body.get(name) for name in names}, extras=body)
 
 
 def _input(

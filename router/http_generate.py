@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from router.answers import Answer
     from router.calls import Call, Event
-    from router.given import GenerateInput
+    from router.given import Caller, GenerateInput
     from router.service import Service
 
     Parse = Callable[[Mapping[str, object], str | None], GenerateInput]
@@ -53,7 +53,7 @@ class GenerateDoor:
             with service.admission(caller):
                 given, is_stream, with_usage = await self._read(request, parse)
                 watch = Watch(request)
-                call = await watch.unless_gone(service.generate(given, caller))
+                call = await watch.unless_gone(self._begin(given, caller, watch))
         except PdserveError as error:
             return error_response(error)
         if call is None:
@@ -65,6 +65,11 @@ class GenerateDoor:
         if is_stream:
             return await stream.events()
         return await stream.whole()
+
+    async def _begin(self, given: GenerateInput, caller: Caller, watch: Watch) -> Call:
+        call = await self._service.generate(given, caller)
+        watch.follow(call.cancel)
+        return call
 
     async def _read(self, request: Request, parse: Parse) -> tuple[GenerateInput, bool, bool]:
         limits = self._service.limits
@@ -97,14 +102,15 @@ class _Reader:
             self._headers[CLIENT_ID_HEADER] = call.client_request_id
         self._watch = watch
         self.write_timeout_s = call.remaining_s + WRITE_GRACE_S
-        watch.follow(call.cancel)
 
     async def whole(self) -> Response:
         """Return the one body, or the error."""
         try:
             while not self._answer.is_whole:
                 self._answer.take(await self._call.next())
-            body = self._answer.whole()
+            # A hundred thousand logprobs take seconds to write: the others' tokens don't wait.
+            whole, is_long = self._answer.whole, self._call.shows.logprobs
+            body = await asyncio.to_thread(whole) if is_long else whole()
         except PdserveError as error:
             return error_response(error, request_id=self._call.request_id)
         finally:

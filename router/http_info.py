@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect
 from cluster.errors import EngineFault, PdserveError
 from router import metrics, openapi
 from router.cluster_body import ClusterBody, cluster_body
+from router.http_auth import caller_of
 from router.http_body import read_object, tokenize_input
 from router.http_errors import error_response
 from router.openai_shapes import (
@@ -107,7 +108,7 @@ async def _answer(
     """Read a body and answer it, whatever happens, with a response of ours."""
     limits = service.limits
     try:
-        with service.edge():
+        with service.edge(caller_of(request)):
             body = await read_object(
                 request, max_bytes=limits.max_body_bytes, max_depth=limits.max_json_depth
             )

@@ -26,7 +26,10 @@ class Watch:
         self._task = asyncio.create_task(self._wait())
 
     async def unless_gone(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """Return what the work returns; None, and the work is cancelled, where the client left."""
+        """Return what the work returns; None, and the work is cancelled, where the client left.
+
+        Work that begins something else says by ``follow`` how that is cancelled.
+        """
         task = asyncio.create_task(work)
         self.follow(task.cancel)
         try:
@@ -35,7 +38,8 @@ class Watch:
             self.stop()
             if self._is_gone and task.cancelled():
                 return None
-            task.cancel()
+            # The work, or what it has begun and nobody will read.
+            self._cancel()
             raise
         except BaseException:
             self.stop()

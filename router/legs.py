@@ -173,11 +173,6 @@ class Workers:
         assert worker.connection is not None
         self._run(worker.connection.abort_leg(key, cause))
 
-    def has_leg(self, peer: Peer, key: LegKey) -> bool:
-        """Whether the leg is open there."""
-        worker = self._workers.get(peer.incarnation)
-        return worker is not None and key in worker.legs
-
     def pass_to(self, peer: Peer, key: LegKey, hear: Hear) -> None:
         """Let another listen to a leg from now on, if it has not ended."""
         worker = self._workers.get(peer.incarnation)

@@ -125,7 +125,7 @@ class Life:
             request_id=self.request.request_id,
             attempt=number,
             num_prompt_tokens=len(self.request.prompt_ids) + len(self._output_ids),
-            max_tokens=self.request.params.max_tokens - len(self._output_ids),
+            max_tokens=self._num_left(),
             waited_s=self._parts.clock.now() - self._accepted.accepted,
             remaining_s=self.remaining_s(),
             avoid=tuple(self._avoid),
@@ -176,9 +176,11 @@ class Life:
             self._begin()
             try:
                 await attempt.start()
-                reason = await self._read(attempt)
+                try:
+                    reason = await self._read(attempt)
+                finally:
+                    self._record.num_redirected += attempt.num_redirects
                 cause = AbortCause.STOPPED if self._text.is_stopped else AbortCause.FINISHED
-                self._record.num_redirected += attempt.num_redirects
                 finish = await self._finish(attempt, reason, cause)
                 num_output_tokens = finish.num_output_tokens
                 return finish
@@ -203,7 +205,12 @@ class Life:
     async def _read(self, attempt: Attempt) -> FinishReason:
         """Pass tokens on until a leg's end or a stop string finishes the choice."""
         while True:
-            come = await attempt.next()
+            try:
+                come = await attempt.next()
+            except PdserveError:
+                if self._output_ids and not self._num_left():
+                    return FinishReason.LENGTH  # nothing but the last word was lost
+                raise
             if isinstance(come, FinishReason):
                 return come
             if isinstance(come, PromptLogprobs):
@@ -245,12 +252,15 @@ class Life:
     async def _hear_last_words(self, attempt: Attempt, cause: AbortCause) -> None:
         """Abort what is open, and wait a moment for the durations of its legs."""
         attempt.abort(cause)
-        until = asyncio.get_running_loop().time() + LAST_WORDS_S
         try:
-            async with asyncio.timeout_at(until):
+            # Its end is a good one, whatever is heard: the deadline may not pass here.
+            async with asyncio.timeout(min(LAST_WORDS_S, self.remaining_s() / 2)):
                 await attempt.last_words()
         except TimeoutError:
             logger.info("leg=%s gave no last word", attempt.key)
+
+    def _num_left(self) -> int:
+        return self.request.params.max_tokens - len(self._output_ids)
 
     def _log_failure(self, error: PdserveError) -> None:
         logger.warning(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
+from pydantic import BaseModel, Field
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,26 +52,23 @@ class TimelineBody(BaseModel):
     num_redirected: int = 0
 
 
-class _Sparse(BaseModel):
-    """A body that leaves out those of its optional parts that nobody asked for."""
-
-    @model_serializer(mode="wrap")
-    def _leave_out(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        body: dict[str, Any] = handler(self)
-        return {k: v for k, v in body.items() if v is not None or k not in _OPTIONAL}
+def _is_absent(value: object) -> bool:
+    return value is None
 
 
-_OPTIONAL = frozenset({"pdserve", "timeline", "timelines", "num_resumed", "role", "content"})
+def _if_any() -> Any:
+    """Return the default of a part that is left out, not null, where nobody asked for it."""
+    return Field(default=None, exclude_if=_is_absent)
 
 
-class Extension(_Sparse):
+class Extension(BaseModel):
     """What OpenAI's bodies have no place for; there is one only where it says something."""
 
-    num_resumed: int | None = None
+    num_resumed: int | None = _if_any()
     """How often another worker went on with a choice after its first token; left out where 0."""
-    timeline: TimelineBody | None = None
+    timeline: TimelineBody | None = _if_any()
     """Where the time went, where the request asked for it."""
-    timelines: list[TimelineBody] | None = None
+    timelines: list[TimelineBody] | None = _if_any()
     """The same in an answer with several choices, by index."""
 
 
@@ -127,7 +124,7 @@ class ChatChoice(BaseModel):
     finish_reason: Literal["stop", "length"]
 
 
-class ChatCompletion(_Sparse):
+class ChatCompletion(BaseModel):
     """The answer of /v1/chat/completions."""
 
     id: str
@@ -136,14 +133,14 @@ class ChatCompletion(_Sparse):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    pdserve: Extension | None = None
+    pdserve: Extension | None = _if_any()
 
 
-class ChatDelta(_Sparse):
+class ChatDelta(BaseModel):
     """What one chunk adds."""
 
-    role: Literal["assistant"] | None = None
-    content: str | None = None
+    role: Literal["assistant"] | None = _if_any()
+    content: str | None = _if_any()
 
 
 class ChatChunkChoice(BaseModel):
@@ -155,7 +152,7 @@ class ChatChunkChoice(BaseModel):
     finish_reason: Literal["stop", "length"] | None = None
 
 
-class ChatChunk(_Sparse):
+class ChatChunk(BaseModel):
     """One event of a streamed chat."""
 
     id: str
@@ -164,7 +161,7 @@ class ChatChunk(_Sparse):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
-    pdserve: Extension | None = None
+    pdserve: Extension | None = _if_any()
 
 
 class TextChoice(BaseModel):
@@ -176,7 +173,7 @@ class TextChoice(BaseModel):
     finish_reason: Literal["stop", "length"] | None = None
 
 
-class TextCompletion(_Sparse):
+class TextCompletion(BaseModel):
     """The answer of /v1/completions, and one event of a streamed one."""
 
     id: str
@@ -185,7 +182,7 @@ class TextCompletion(_Sparse):
     model: str
     choices: list[TextChoice]
     usage: Usage | None = None
-    pdserve: Extension | None = None
+    pdserve: Extension | None = _if_any()
 
 
 class ModelCard(BaseModel):

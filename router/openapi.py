@@ -34,6 +34,10 @@ Schema = dict[str, Any]
 _BODY_ERRORS = (400, 401, 404, 413, 415, 429, 499, 500)
 _GENERATE_ERRORS = (*_BODY_ERRORS, 502, 503, 504)
 _TEXT: Schema = {"type": "string"}
+_EVENTS: Schema = {
+    "description": "Server-sent events: a chunk as JSON in each, and [DONE] in the last; or, where "
+    "it goes wrong, an event named error with the envelope in it, and no [DONE]"
+}
 NOT_READY: dict[int | str, dict[str, Any]] = {503: {"model": Health, "description": "Not ready"}}
 
 
@@ -142,7 +146,7 @@ def _posting(
 ) -> dict[str, Any]:
     good: dict[str, Any] = {"model": kind, "description": "The answer"}
     if has_stream:
-        good["content"] = {"text/event-stream": {"schema": _TEXT}}
+        good["content"] = {"text/event-stream": {"schema": _EVENTS}}
     body = {"required": True, "content": {"application/json": {"schema": schema}}}
     return {"responses": {200: good, **answers}, "openapi_extra": {"requestBody": body}}
 
@@ -152,7 +156,7 @@ def _shared(model: ServedModel, limits: LimitsConfig) -> Schema:
     stops = {"type": "array", "maxItems": limits.max_stop_strings, "items": stop}
     flag = _nullable({"type": "boolean"})
     return {
-        "model": _nullable(_TEXT),
+        "model": {"enum": [model.name, None]},
         "n": _integer(1, limits.max_n),
         "max_tokens": _integer(0),
         "max_completion_tokens": _integer(0),

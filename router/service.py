@@ -19,7 +19,7 @@ from cluster.control.readiness import can_serve, lack, may_wait, missing_roles
 from cluster.errors import EngineFault, InvalidRequest, NoWorker, PdserveError, QueueFull
 from cluster.policy.tiers import Tiers
 from router.auth import Keys, StreamsPerKey
-from router.calls import Call, Calls, client_name
+from router.calls import CLIENT_PREFIX, Call, Calls, client_name
 from router.given import ANYBODY, Caller
 from router.intake import Intake
 from router.validate import Validator
@@ -163,14 +163,16 @@ class Service:
             raise fault from None
 
     @contextlib.contextmanager
-    def edge(self) -> Iterator[None]:
+    def edge(self, caller: Caller) -> Iterator[None]:
         """Hold a place for a call that generates nothing; raises QueueFull where there is none."""
         self._refuse_if_full(1)
+        self._streams.take(caller)
         self._num_at_edge += 1
         try:
             yield
         finally:
             self._num_at_edge -= 1
+            self._streams.give_back(caller)
 
     @contextlib.contextmanager
     def watching(self, caller: Caller) -> Iterator[None]:
@@ -201,9 +203,9 @@ class Service:
 
     async def cancel(self, request_id: str, *, timeout_s: float = 5.0) -> bool:
         """Stop a running call, of this router or of another; whether it was running."""
-        if self._door.calls.cancel(request_id):
-            return True
-        return await self.dispatcher.route.cancel_request(request_id, timeout_s)
+        # The name of a client's own id can be made by anybody: it is no request's id.
+        is_own = request_id.startswith(CLIENT_PREFIX)
+        return False if is_own else await self._cancel(request_id, timeout_s)
 
     async def cancel_by_client_id(
         self, client_request_id: object, caller: Caller, *, timeout_s: float = 5.0
@@ -212,7 +214,7 @@ class Service:
         own = self._validator.client_request_id(client_request_id)
         if not own:
             raise InvalidRequest("client_request_id is missing", field="client_request_id")
-        return await self.cancel(client_name(caller.tenant, own), timeout_s=timeout_s)
+        return await self._cancel(client_name(caller.tenant, own), timeout_s)
 
     def view(self) -> ClusterView:
         """Return the cluster as it was last told; raises NoWorker where that is too long ago."""
@@ -234,6 +236,11 @@ class Service:
             return Readiness(("control plane",))
         missing = tuple(role.value for role in missing_roles(view))
         return Readiness(missing, is_ready=can_serve(view))
+
+    async def _cancel(self, name: str, timeout_s: float) -> bool:
+        if self._door.calls.cancel(name):
+            return True
+        return await self.dispatcher.route.cancel_request(name, timeout_s)
 
     def _start(self, plan: CallPlan) -> Call:
         self._streams.take(plan.caller, is_known=True)

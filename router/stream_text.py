@@ -30,7 +30,7 @@ class Detokenizer:
         self._hidden_ids = hidden_ids
         self._ids: list[int] = []
         self._num_context = 0
-        self._context_chars = 0
+        self._context = ""
         self._num_emitted = 0  # characters of the pending ids that are out
 
     def push(self, token_id: int) -> str:
@@ -38,8 +38,7 @@ class Detokenizer:
         if token_id in self._hidden_ids:
             return ""
         self._ids.append(token_id)
-        text = self._decode(self._ids)
-        pending = text[self._context_chars :]
+        pending = self._pending()
         num_settled = len(pending) - _num_unsettled(pending)
         piece = pending[self._num_emitted : num_settled]
         self._num_emitted = max(self._num_emitted, num_settled)
@@ -49,9 +48,18 @@ class Detokenizer:
             # All of it is out: the pending ids become the context of what comes.
             self._ids = self._ids[self._num_context :]
             self._num_context = len(self._ids)
-            self._context_chars = len(self._decode(self._ids))
+            self._context = self._decode(self._ids)
             self._num_emitted = 0
         return piece
+
+    def _pending(self) -> str:
+        """Return the text of the pending ids, out or not."""
+        text = self._decode(self._ids)
+        if text.startswith(self._context):
+            return text[len(self._context) :]
+        # A byte fallback breaks its whole run of bytes for the one that is still missing. What is
+        # pending began with a byte then, which no decoder treats differently at the beginning.
+        return self._decode(self._ids[self._num_context :])
 
     def _shorten(self, num_held: int) -> None:
         """Forget the beginning of a long run of broken characters, each id of which decodes all.
@@ -64,12 +72,12 @@ class Detokenizer:
         window = self._ids[-_WINDOW_IDS:]
         num_chars = len(self._decode(window))
         if num_chars >= _MIN_WINDOW_CHARS:
-            self._ids, self._num_context, self._context_chars = window, 0, 0
+            self._ids, self._num_context, self._context = window, 0, ""
             self._num_emitted = num_chars - num_held
 
     def flush(self) -> str:
         """Return what is still held: a character that was never completed."""
-        pending = self._decode(self._ids)[self._context_chars :] if self._ids else ""
+        pending = self._pending() if self._ids else ""
         piece = pending[self._num_emitted :]
         self._num_emitted = len(pending)
         return piece

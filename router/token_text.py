@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import json
 import re
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tokenizers import Tokenizer
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WORD_START = "▁"
+_NUM_KEPT = 1 << 14  # tokens: an answer with logprobs asks for the same ones over and over
 
 
 class TokenTexts:
@@ -27,9 +31,10 @@ class TokenTexts:
         self._is_byte_level = '"ByteLevel"' in decoder
         self._added = {i: token.content for i, token in rust.get_added_tokens_decoder().items()}
         self._bytes_of = {char: byte for byte, char in _stand_ins().items()}
+        self.bytes_of: Callable[[int], bytes] = lru_cache(_NUM_KEPT)(self._read)
+        """What a token adds to the UTF-8 of a text; nothing for hidden ids."""
 
-    def bytes_of(self, token_id: int) -> bytes:
-        """Return what a token adds to the UTF-8 of a text; nothing for hidden ids."""
+    def _read(self, token_id: int) -> bytes:
         if token_id in self._hidden_ids:
             return b""
         if (added := self._added.get(token_id)) is not None:

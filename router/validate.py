@@ -7,7 +7,7 @@ Messages name the field and the rule, never more of the value than its type.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from cluster.errors import InvalidRequest, ModelNotFound
@@ -54,6 +54,7 @@ class Validator:
         refuse_unserved(given.extras)
         values.short_string(given.user, "user", max_chars=self._limits.max_id_chars)
         prompts, chat = self._sources(given)
+        _check_special_tokens(given.extras, is_chat=chat is not None)
         num_choices = self._num_choices(given, num_prompts=max(1, len(prompts)))
         is_echoed = values.boolean(given.echo, "echo")
         if is_echoed and chat is not None:
@@ -78,6 +79,7 @@ class Validator:
     def check_text(self, given: TokenizeInput) -> CheckedText:
         """Return what is to be tokenised; raises as ``check`` does."""
         self._check_model(given.model)
+        refuse_unserved(given.extras)
         if (given.prompt is None) == (given.messages is None):
             raise InvalidRequest("give either prompt or messages", field="prompt")
         with_special = given.add_special_tokens
@@ -86,6 +88,9 @@ class Validator:
         )
         source: str | Chat
         if given.messages is not None:
+            if with_special:
+                name = "add_special_tokens"
+                raise InvalidRequest(f"{name} is for a prompt, not for a chat", field=name)
             source = self._messages.chat(given.messages, given.tools, None)
         else:
             source = self._prompts.text(given.prompt, "prompt")
@@ -241,6 +246,13 @@ def _priority(value: object) -> str:
     if not isinstance(value, str):
         raise InvalidRequest("priority must be the name of a tier, or 0", field="priority")
     return "" if value == "default" else value
+
+
+def _check_special_tokens(extras: Mapping[str, object], *, is_chat: bool) -> None:
+    """Refuse what is not done: a prompt gets the model's own, a chat those of its template."""
+    name = "add_special_tokens"
+    if extras.get(name) not in (None, not is_chat):
+        raise InvalidRequest(f"{name} is not supported with this value", field=name)
 
 
 def _top_p(value: object) -> float:

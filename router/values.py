@@ -56,7 +56,8 @@ def integer(value: object, field: str, *, low: int, high: int = INT64[-1]) -> in
     if not isinstance(value, int) or isinstance(value, bool):
         raise InvalidRequest(f"{field} must be an integer", field=field)
     if not low <= value <= high:
-        rule = f"at least {low}" if high == INT64[-1] else f"from {low} to {high}"
+        is_open = high == INT64[-1] and value < low
+        rule = f"at least {low}" if is_open else f"from {low} to {high}"
         raise InvalidRequest(f"{field} must be {rule}", field=field)
     return value
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from cluster.control.connection import MAX_MESSAGE_BYTES
 from cluster.control.desk import Desk
 from cluster.control.settings import ControlSettings
 from cluster.errors import StartupError
+from cluster.grpc_server import StandingServer
 from cluster.wire import control_pb2 as pb
 from cluster.wire import control_pb2_grpc as pb_grpc
 
@@ -60,7 +62,7 @@ class ControlServer:
         self._settings = settings or ControlSettings()
         self.term = time.time_ns() // 1_000_000 if term is None else term
         self._desk = Desk(config, clock, settings=self._settings, term=self.term)
-        self._server: grpc.aio.Server | None = None
+        self._server: StandingServer | None = None
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -70,13 +72,8 @@ class ControlServer:
         A taken port is tried for ``bind_timeout_s``, since in a rolling update the old control
         plane may still be closing; then StartupError.
         """
-        server = grpc.aio.server(options=_SERVER_OPTIONS)
-        pb_grpc.add_ControlServicer_to_server(self._desk, server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, server)
-        bound = await self._bind(server, f"{host}:{port}", bind_timeout_s)
-        await server.start()
+        server = StandingServer(functools.partial(self._make, host))
+        bound = await self._bind(server, port, bind_timeout_s)
         self._server = server
         for name in ("", SERVICE_NAME):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -97,16 +94,27 @@ class ControlServer:
         self._desk.close()
         await server.stop(grace_s)
 
-    async def _bind(self, server: grpc.aio.Server, address: str, timeout_s: float) -> int:
+    def _make(self, host: str, port: int) -> tuple[grpc.aio.Server, int]:
+        server = grpc.aio.server(options=_SERVER_OPTIONS)
+        pb_grpc.add_ControlServicer_to_server(self._desk, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+        try:
+            return server, server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError as error:
+            raise StartupError(
+                f"cannot listen on {host}:{port}: is another cluster running?"
+            ) from error
+
+    async def _bind(self, server: StandingServer, port: int, timeout_s: float) -> int:
         deadline = self._clock.now() + timeout_s
         while True:
             try:
-                return server.add_insecure_port(address)
-            except RuntimeError as error:
+                return await server.start(port)
+            except StartupError:
                 if self._clock.now() >= deadline:
-                    raise StartupError(
-                        f"cannot listen on {address}: is another cluster running?"
-                    ) from error
+                    raise
             await asyncio.sleep(_BIND_RETRY_S)
 
     async def _tick(self) -> None:

@@ -258,18 +258,22 @@ class StepScheduler:
             num_running=len(self._running), num_waiting=len(self._waiting), now=now
         )
         num_growing = self._room.growing(self._running)
-        passable_until = _NO_BOUND
+        slots_until = blocks_until = _NO_BOUND
         for sequence in self._waiting.walk(now):
             brings_blocks = bool(sequence.block_ids) and not self._room.needs_all(sequence)
-            if not (brings_blocks or sequence.arrived <= passable_until):
+            if sequence.arrived > (
+                slots_until if brings_blocks else min(slots_until, blocks_until)
+            ):
                 continue
             growth = self._room.next_growth(sequence)
             num_spare = 0 if brings_blocks else num_growing + growth
             if num_open < 1:
                 if not self._takes_from_below(sequence, num_spare, needs_slot=True):
-                    if self._rules.takes_from_below:
-                        continue
-                    break
+                    if not self._rules.takes_from_below:
+                        break
+                    # One behind it may be of a higher tier, and take a slot.
+                    slots_until = min(slots_until, self._waiting.passable_until(sequence))
+                    continue
                 num_open += 1
             has_blocks = self._room.cover(sequence, num_spare) or (
                 not brings_blocks
@@ -277,7 +281,7 @@ class StepScheduler:
                 and self._room.cover(sequence, num_spare)
             )
             if not (brings_blocks or has_blocks):
-                passable_until = min(passable_until, self._waiting.passable_until(sequence))
+                blocks_until = min(blocks_until, self._waiting.passable_until(sequence))
                 continue
             num_open -= 1
             num_growing += growth

@@ -77,10 +77,11 @@ class Dynamic:
 
 def make_gate(batching: Batching, *, num_slots: int, size: int, window_s: float) -> Gate:
     """Return the gate of a worker with ``num_slots``; ``size`` 0 stands for all of them."""
+    size = min(size or num_slots, num_slots)
     if batching is Batching.STATIC:
-        return Static(size or num_slots)
+        return Static(size)
     if batching is Batching.DYNAMIC:
-        return Dynamic(size or num_slots, window_s)
+        return Dynamic(size, window_s)
     return Continuous(num_slots)
 
 

@@ -62,7 +62,7 @@ class Attachments:
         if seat is None:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "no such attach is here")
         session = seat.session
-        reader = asyncio.ensure_future(self._read(messages, session))
+        reader = asyncio.ensure_future(self._read(messages, seat))
         reader.add_done_callback(lambda _: seat.leave())
         try:
             while await seat.write(context.write):
@@ -104,9 +104,13 @@ class Attachments:
         logger.info("router=%s attached", session.name)
         return session.sit(0)
 
-    async def _read(self, messages: AsyncIterator[wire.RouterMessage], session: Session) -> bool:
+    async def _read(self, messages: AsyncIterator[wire.RouterMessage], seat: Seat) -> bool:
         """Take messages until the stream ends; whether it ended with a goodbye."""
+        session = seat.session
         async for message in messages:
+            if seat.is_left:
+                # Another stream has the seat, and was told what was taken: this comes there again.
+                return False
             kind = message.WhichOneof("kind")
             if kind == "next_batch":
                 session.acknowledged(message.next_batch)

@@ -185,7 +185,8 @@ class WorkerClient:
             )
             try:
                 timeout_s = RECONNECT_S if is_return else CONNECT_TIMEOUT_S
-                await asyncio.wait_for(self._check_incarnation(call), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    await self._check_incarnation(call)
                 async for batch in call:
                     self._deliver(batch)
             finally:

@@ -221,14 +221,22 @@ class Link:
                 rendezvous=self._rendezvous,
                 timeout_s=settings.open_timeout_s,
             )
-            self._staged = StagedChannel(channel, settings.limits, settings.transport.device)
+            try:
+                self._staged = StagedChannel(channel, settings.limits, settings.transport.device)
+            except BaseException:
+                channel.close()
+                raise
             return channel
 
         try:
             channel = await self._finish(self._thread.submit(open_staged))
         except Exception as error:
             self.close(f"the channel did not open: {error}")
-            raise
+            if isinstance(error, PdserveError):
+                raise
+            # Descriptors or memory ran out: that is this link's end, and not its worker's.
+            why = f"the channel did not open: {type(error).__name__}"
+            raise TransportError(why, stage="link") from error
         if channel.transfer_lock is not None:
             self._turns = LinkTurns(
                 rank=rank,

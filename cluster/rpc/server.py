@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]
 
 from cluster.errors import StartupError
+from cluster.grpc_server import StandingServer
 from cluster.rpc.attach import Attachments
 from cluster.rpc.options import INCARNATION_METADATA, SERVER_OPTIONS
 from cluster.wire import worker_pb2 as wire
@@ -59,23 +60,26 @@ class WorkerServer:
         self._services = services
         self._servicer = _Servicer(Attachments(legs, beat), links, incarnation)
         self._health = health_aio.HealthServicer()
-        self._server: grpc.aio.Server | None = None
+        self._server: StandingServer | None = None
 
     async def start(self) -> str:
         """Listen, and return the address; raises StartupError where the port is taken."""
+        server = StandingServer(self._make)
+        port = await server.start(self._port)
+        self._server = server
+        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        return f"{self._host}:{port}"
+
+    def _make(self, port: int) -> tuple[grpc.aio.Server, int]:
         server = grpc.aio.server(options=SERVER_OPTIONS)
         wire_grpc.add_WorkerServicer_to_server(self._servicer, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         for add_to in self._services:
             add_to(server)
         try:
-            port = server.add_insecure_port(f"{self._host}:{self._port}")
+            return server, server.add_insecure_port(f"{self._host}:{port}")
         except RuntimeError as error:
-            raise StartupError(f"cannot listen on {self._host}:{self._port}") from error
-        await server.start()
-        self._server = server
-        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
-        return f"{self._host}:{port}"
+            raise StartupError(f"cannot listen on {self._host}:{port}") from error
 
     async def stop(self, grace_s: float) -> None:
         """Send what is queued, close every stream, and stop listening; idempotent."""

@@ -174,7 +174,8 @@ class Session:
                 return self._signed(wire.TokenBatch())
             self._wake.clear()
             try:
-                await asyncio.wait_for(self._wake.wait(), BEAT_S)
+                async with asyncio.timeout(BEAT_S):
+                    await self._wake.wait()
             except TimeoutError:
                 self._is_due = True
         return None

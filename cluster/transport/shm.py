@@ -54,6 +54,8 @@ RING_BYTES = NUM_SLOTS * SLOT_BYTES
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _TOKEN_BYTES = 32
+_TOKEN_S = 1.0
+"""Whoever connects and says nothing for so long is not our peer."""
 _BELL = struct.Struct("<QQ")
 """From the sender: slots written, bytes of the message. From the receiver: slots read, 0."""
 _PEER = struct.Struct("3i")
@@ -244,10 +246,17 @@ def _accept(listener: socket.socket, token: bytes, deadline: float) -> socket.so
         listener.settimeout(_left(deadline))
         bell, _ = listener.accept()
         with _closed_on_error(bell):
-            bell.settimeout(_left(deadline))
-            if _is_same_user(bell) and hmac.compare_digest(bell.recv(_TOKEN_BYTES), token):
+            if _knows(bell, token, min(_left(deadline), _TOKEN_S)):
                 return bell
         bell.close()
+
+
+def _knows(bell: socket.socket, token: bytes, patience_s: float) -> bool:
+    bell.settimeout(patience_s)
+    try:
+        return _is_same_user(bell) and hmac.compare_digest(bell.recv(_TOKEN_BYTES), token)
+    except OSError:  # it says nothing, or has gone: our peer may be behind it
+        return False
 
 
 def _is_same_user(bell: socket.socket) -> bool:
@@ -262,10 +271,14 @@ def _receive_memory(bell: socket.socket) -> int:
     if not descriptors:
         raise PeerLost("the other end closed the channel", stage="link")
     memory = descriptors[0]
-    is_sealed = fcntl.fcntl(memory, fcntl.F_GET_SEALS) & _SEALS == _SEALS
-    if not is_sealed or os.fstat(memory).st_size != RING_BYTES:
+    try:
+        # What is no memory at all has no seals to ask for: an OSError.
+        is_sealed = fcntl.fcntl(memory, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+        if not is_sealed or os.fstat(memory).st_size != RING_BYTES:
+            raise TransportError("the other end's memory is not a ring of this size", stage="link")
+    except BaseException:
         os.close(memory)
-        raise TransportError("the other end's memory is not a ring of this size", stage="link")
+        raise
     return memory
 
 

@@ -112,6 +112,9 @@ class StagedChannel:
                 self._check_digest(manifest, self._staging_B[:num_bytes], digest)
                 scatter(start, num_blocks, self._staging_B[:num_bytes])
             except ChannelClosed:
+                # The link is lost, and the pieces left are still on their way: whoever received
+                # next would get them, and a longer one than its own ends the process on gloo.
+                self.channel.close()
                 raise
             except Exception as error:
                 failure = error

@@ -20,6 +20,7 @@ from deploy import progress as progress_bars
 from deploy.bench import (
     cancel,
     decode_step,
+    dispatch,
     fault_table,
     frontend,
     handoff,
@@ -59,6 +60,7 @@ SITE_BENCHES: tuple[tuple[str, SiteBench], ...] = (
     (decode_step.NAME, decode_step.measure),
     (prefill.NAME, prefill.measure),
     (handoff.NAME, handoff.measure),
+    (dispatch.NAME, dispatch.measure),
     (frontend.NAME, frontend.measure),
 )
 CLUSTER_BENCHES = (
@@ -87,6 +89,7 @@ USUAL_NAMES = (
     decode_step.NAME,
     prefill.NAME,
     handoff.NAME,
+    dispatch.NAME,
     frontend.NAME,
     overhead.NAME,
     isolation.NAME,

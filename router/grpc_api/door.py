@@ -12,6 +12,7 @@ from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined
 from grpc_reflection.v1alpha import reflection
 
 from cluster.errors import StartupError
+from cluster.grpc_server import StandingServer
 from cluster.wire import public_v1_pb2_grpc as pb_grpc
 from router.grpc_api.caps import GrpcCaps
 from router.grpc_api.inference import Inference
@@ -32,19 +33,35 @@ class GrpcDoor:
         self, service: Service, *, host: str, port: int, caps: GrpcCaps | None = None
     ) -> None:
         self._service = service
-        self._address = f"{host}:{port}"
+        self._host = host
+        self._port = port
         self._caps = caps or GrpcCaps()
-        self._server: grpc.aio.Server | None = None
+        self._server = StandingServer(self._make)
         self._health = health_aio.HealthServicer()
         self._beat: asyncio.Task[None] | None = None
 
     @property
     def is_serving(self) -> bool:
         """Whether calls are taken and health is told."""
-        return self._server is not None and self._beat is not None and not self._beat.done()
+        return self._server.is_serving and self._beat is not None and not self._beat.done()
 
     async def start(self) -> int:
         """Listen and return the port; raises StartupError where the address can't be had."""
+        await self._tell_health()
+        port = await self._server.start(self._port)
+        self._beat = asyncio.create_task(self._keep_health())
+        return port
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Refuse new calls and end those that run after ``grace_s``; idempotent."""
+        beat, self._beat = self._beat, None
+        if beat is not None:
+            beat.cancel()
+            await asyncio.wait([beat])
+            await self._health.enter_graceful_shutdown()
+            await self._server.stop(grace_s)
+
+    def _make(self, port: int) -> tuple[grpc.aio.Server, int]:
         server = grpc.aio.server(
             interceptors=(KeyGuard(self._service.keys),), options=self._options()
         )
@@ -52,25 +69,11 @@ class GrpcDoor:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
+        address = f"{self._host}:{port}"
         try:
-            port = server.add_insecure_port(self._address)
+            return server, int(server.add_insecure_port(address))
         except RuntimeError as error:
-            raise StartupError(f"cannot listen on {self._address} for gRPC") from error
-        await self._tell_health()
-        await server.start()
-        self._server = server
-        self._beat = asyncio.create_task(self._keep_health())
-        return int(port)
-
-    async def stop(self, grace_s: float = 0.0) -> None:
-        """Refuse new calls and end those that run after ``grace_s``; idempotent."""
-        server, self._server = self._server, None
-        if server is not None:
-            if self._beat is not None:
-                self._beat.cancel()
-                await asyncio.wait([self._beat])
-            await self._health.enter_graceful_shutdown()
-            await server.stop(grace_s)
+            raise StartupError(f"cannot listen on {address} for gRPC") from error
 
     def _options(self) -> tuple[tuple[str, int], ...]:
         caps, limits = self._caps, self._service.limits

@@ -78,7 +78,7 @@ class Inference(pb_grpc.InferenceServicer):
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         """Return the token ids of a text or a chat."""
         try:
-            with self._service.edge():
+            with self._service.edge(caller_of(context, self._service.keys)):
                 ids = await self._service.tokenise(tokenize_input(request, self._service.limits))
         except Exception as error:
             fail(context, error)
@@ -90,7 +90,7 @@ class Inference(pb_grpc.InferenceServicer):
     ) -> pb.DetokenizeResponse:
         """Return the text of token ids."""
         try:
-            with self._service.edge():
+            with self._service.edge(caller_of(context, self._service.keys)):
                 tokens = list(request.tokens)
                 text = await self._service.detokenise(request.model or None, tokens)
         except Exception as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cluster.errors import InvalidRequest
-from router import strict_json, values
+from router import strict_json
 from router.given import GenerateInput, TokenizeInput
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def generate_input(
 ) -> GenerateInput:
     """Return what a GenerateRequest asks for; raises InvalidRequest for what JSON can't say.
 
-    Lists are counted first: made into objects, a message's empty entries are 100 times as large.
+    Of lists only as much is taken as may be there: an empty entry of two bytes becomes an object.
     """
     chat = request.chat if request.WhichOneof("input") == "chat" else None
     fields: dict[str, Any] = {name: _value(request, name) for name in _OPTIONAL}
@@ -71,9 +71,9 @@ def _value(message: Any, name: str) -> Any:
     return getattr(message, name) if message.HasField(name) else None
 
 
-def _counted(items: Sequence[T], field: str, what: str, high: int) -> Sequence[T]:
-    values.listed(items, field, what=what, low=0, high=high)
-    return items
+def _few(items: Sequence[T], high: int) -> Sequence[T]:
+    """Return what may be there, and one more, if there is, for the validator to refuse."""
+    return items[: high + 1]
 
 
 def _prompt(request: pb.GenerateRequest, limits: LimitsConfig) -> object:
@@ -83,7 +83,7 @@ def _prompt(request: pb.GenerateRequest, limits: LimitsConfig) -> object:
     if kind == "prompt_ids":
         return list(request.prompt_ids.ids)
     if kind == "prompts":
-        prompts = _counted(request.prompts.prompts, "prompt", "prompts", limits.max_prompts)
+        prompts = _few(request.prompts.prompts, limits.max_prompts)
         return [
             list(prompt.ids.ids) if prompt.WhichOneof("kind") == "ids" else prompt.text
             for prompt in prompts
@@ -109,7 +109,7 @@ def _priority(text: str) -> object:
 
 
 def _messages(chat: pb.Chat, limits: LimitsConfig) -> list[dict[str, object]]:
-    turns = _counted(chat.messages, "messages", "turns", limits.max_messages)
+    turns = _few(chat.messages, limits.max_messages)
     return [_message(message, f"messages[{i}]", limits) for i, message in enumerate(turns)]
 
 
@@ -118,13 +118,11 @@ def _message(message: pb.Message, field: str, limits: LimitsConfig) -> dict[str,
     if message.parts:
         if content is not None:
             raise InvalidRequest(f"{field}: either content or parts", field=f"{field}.content")
-        name = f"{field}.content"
-        parts = _counted(message.parts, name, "parts", limits.max_content_parts)
+        parts = _few(message.parts, limits.max_content_parts)
         content = [{"type": "text", "text": text} for text in parts]
     turn: dict[str, object] = {"role": message.role, "content": content}
     if message.tool_calls:
-        name = f"{field}.tool_calls"
-        calls = _counted(message.tool_calls, name, "calls", limits.max_tools)
+        calls = _few(message.tool_calls, limits.max_tools)
         turn["tool_calls"] = [
             {
                 "id": call.id or None,
@@ -137,7 +135,7 @@ def _message(message: pb.Message, field: str, limits: LimitsConfig) -> dict[str,
 
 
 def _tools(chat: pb.Chat, limits: LimitsConfig) -> list[dict[str, object]] | None:
-    tools = _counted(chat.tools, "tools", "tools", limits.max_tools)
+    tools = _few(chat.tools, limits.max_tools)
     return [_tool(tool, f"tools[{i}]", limits) for i, tool in enumerate(tools)] or None
 
 

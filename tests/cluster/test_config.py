@@ -95,3 +95,45 @@ def test_a_key_file_is_named_wherever_routers_start():
         config.from_tree({**TREE, "auth": {"keys_file": "keys"}})
     with pytest.raises(ConfigError, match=r"auth\.key"):
         config.from_tree({**TREE, "auth": {"key": "sk-0123456789"}})
+
+
+OFF = {"preemption": "off"}
+
+
+@pytest.mark.parametrize(
+    ("pool", "scheduling", "named"),
+    [
+        ({"batching": "static"}, {}, [r"pools.a.batching", "scheduling.preemption"]),
+        ({"batching": "dynamic"}, {}, ["pools.a.batching", "scheduling.preemption"]),
+        ({"batch_size": 4}, {}, ["pools.a.batch_size", "pools.a.batching"]),
+        ({"batching": "static", "batch_size": 9}, OFF, ["batch_size", "pools.a.max_num_seqs"]),
+        ({"batching": "dynamic", "batch_window_ms": 0}, OFF, ["pools.a.batch_window_ms"]),
+        ({"chunk_tokens": 4096}, {}, ["pools.a.chunk_tokens", "pools.a.token_budget"]),
+        ({"chunk_tokens": -1}, {}, ["pools.a.chunk_tokens"]),
+        ({"token_budget": 4}, {}, ["pools.a.token_budget", "pools.a.max_num_seqs"]),
+        ({}, {"default_tier": "gold"}, ["scheduling.default_tier", "low, normal, high"]),
+        ({}, {"tiers": []}, ["scheduling.tiers"]),
+        ({}, {"tiers": ["a", "a"], "default_tier": "a"}, ["scheduling.tiers"]),
+        ({}, {"tiers": ["1"], "default_tier": "1"}, ["scheduling.tiers"]),
+        ({}, {"policy": "sfj"}, ["scheduling.policy", "sjf"]),
+        ({}, {"aging_s": 0.0}, ["scheduling.aging_s"]),
+        ({}, {"max_preemptions": 0}, ["scheduling.max_preemptions"]),
+    ],
+)
+def test_what_does_not_go_together_is_refused_by_name(pool, scheduling, named):
+    tree = {"pools": [{"name": "a", "role": "mixed", **pool}], "scheduling": scheduling}
+    with pytest.raises(ConfigError) as caught:
+        config.from_tree(tree)
+    for name in named:
+        assert name in caught.value.message
+    assert caught.value.field
+
+
+def test_batches_are_formed_where_nobody_is_preempted():
+    tree = {
+        "pools": [{"name": "a", "role": "mixed", "batching": "static", "batch_size": 4}],
+        "scheduling": {**OFF, "policy": "priority", "tiers": ["b", "a"], "default_tier": "b"},
+    }
+    loaded = config.from_tree(tree)
+    assert config.from_tree(config.to_tree(loaded)) == loaded
+    assert loaded.pools[0].num_batch_slots == 4

@@ -66,6 +66,14 @@ def test_it_generates_from_whatever_a_prompt_may_be():
         assert client.generate_once(prompt=[[1], [2, 3]]).usage.prompt_tokens == 3
 
 
+def test_it_takes_a_prompt_or_messages_and_drops_neither():
+    with Client("127.0.0.1:1") as client:
+        both = {"prompt": "hi", "messages": [("user", "hi")]}
+        for ask in (client.generate_once, client.tokenize, lambda **b: next(client.generate(**b))):
+            with pytest.raises(errors.InvalidRequest, match="either prompt or messages"):
+                ask(**both)
+
+
 def test_it_asks_for_everything_else():
     with door() as address, Client(address) as client:
         assert client.tokenize(prompt="hé") == list("hé".encode())

@@ -14,6 +14,7 @@ from cluster.control.status import get_cluster
 from cluster.engine import loop as loop_module
 from cluster.engine.plan import SequenceEnd, StepEvents
 from cluster.errors import (
+    DeadlineExceeded,
     EngineFault,
     HandoffFailed,
     InvalidRequest,
@@ -254,6 +255,20 @@ async def test_a_decode_leg_goes_on_by_another_handoff_until_it_has_its_kv(world
     assert decode.legs.decode.book.counts["received"] == 1
 
 
+async def test_a_leg_whose_new_handoff_is_refused_ends_once(world, monkeypatch):
+    """It is one open leg, with either handoff; a full worker has room for it."""
+    decode = await world.start("d", "d-0")
+    sink = Sink()
+    decode.legs.start_leg(make_leg(LegKind.DECODE), sink)
+    monkeypatch.setattr(worker_legs, "MAX_OPEN_LEGS", 1)
+    decode.legs.start_leg(make_leg(LegKind.DECODE, handoff_id="handoff-2"), sink)
+    assert sink.ends == {}
+    decode.legs.start_leg(make_leg(LegKind.DECODE, handoff_id="late", remaining_s=0.0), sink)
+    assert isinstance(sink.ends[KEY].error, DeadlineExceeded)
+    assert len(decode.legs) == decode.legs.num_rejected == 0
+    assert len(decode.legs.decode.inbox) == 0
+
+
 async def test_a_mixed_worker_serves_both_sides_of_other_handoffs(world):
     """CASES P-29: legs, transfers and tokens add up over workers, each counted once."""
     one, two = await world.start("m", "m-0"), await world.start("m", "m-1")
@@ -387,6 +402,27 @@ async def test_the_pool_is_checked_when_the_worker_is_idle_again(world, monkeypa
     counters = worker._reporter.report().counters
     assert (counters["kv_checks"], counters["kv_check_failures"]) == (3, 1)
     worker._pool._free.append(lost)
+
+
+async def test_blocks_that_are_kept_for_nobody_are_found(world, monkeypatch):
+    """The books of a leak are in order: someone holds the blocks, and will do so for ever."""
+    monkeypatch.setattr(worker_watch, "_IDLE_S", 0.0)
+    monkeypatch.setattr(worker_watch, "_LEAK_S", 0.0)
+    runner, entered, go = blocked_runner()
+    worker = await world.start("m", "m-0", runner)
+    sink = Sink()
+    worker.legs.start_leg(make_leg(LegKind.LOCAL), sink)
+    assert await asyncio.to_thread(entered.wait, 10)
+    await world.reports(lambda reports: reports["m-0"].blocks.held)
+    worker._watch.tick(worker._clock.now())
+    go.set()
+    await sink.end_of(KEY)
+    await world.reports(lambda reports: reports["m-0"].counters["kv_checks"] == 1)
+    assert not worker.fault.done(), "blocks of open legs are no leak"
+    worker._pool.allocate(2, "nobody")
+    assert "held=2" in str(await fault_of(worker))
+    assert worker._reporter.report().counters["kv_check_failures"] == 1
+    worker._pool.release("nobody")
 
 
 async def test_a_worker_that_is_turned_away_later_does_not_blame_its_engine(world):

@@ -109,6 +109,7 @@ class Prompts:
         """CASES §0 W and N: what came is right as far as it goes."""
         expected, gaps = self.reference.tokens[number], self.reference.gaps[number]
         if is_whole:
-            assert (stream.error, len(stream.tokens)) == ("", self.num_tokens)
+            outcome = (stream.error, len(stream.tokens))
+            assert outcome == ("", self.num_tokens), f"prompt {number}: {outcome}"
         at = next((i for i, t in enumerate(stream.tokens) if t != expected[i]), None)
         assert at is None or gaps[at] < NEAR_TIE, f"token {at} is wrong: {stream.tokens}"

@@ -138,6 +138,7 @@ async def test_a_transfer_replayed_in_its_midst_and_afterwards_changes_nothing(c
     async with stranger.link() as link:
         await stranger.replay(link, *handoff_of(cluster))
         link.signal(Commit(handoff_id=handoff_of(cluster)[0]))
+        import sys; await asyncio.sleep(2); sys.stderr.write(cluster.log("decode-0")[-1500:] + str(await counter(cluster, "segments_dropped")) + str(dropped) + str(stranger.heard)+"\n")
         await until_dropped(cluster, dropped + 1)
         cluster.faults("prefill-0").clear()
         await asyncio.to_thread(stream.wait_end)

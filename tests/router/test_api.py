@@ -14,6 +14,7 @@ import uvicorn
 
 from cluster.errors import EngineFault, HandoffFailed, QueueFull
 from cluster.request import FinishReason
+from router.answers import ChatAnswer
 from router.api import build_api
 from tests.router import fakes
 from tests.router.fakes import (
@@ -78,6 +79,22 @@ async def events_of(response):
 
 
 # ---- shapes
+
+
+async def test_an_answer_with_logprobs_is_written_beside_the_event_loop(http, cluster, monkeypatch):
+    """P-07, P-10: of 16 choices with 20 each it is megabytes."""
+    cluster.script = speaks([*b"Paris.", EOS_ID])
+    threads, whole = [], ChatAnswer.whole
+
+    def write(answer):
+        threads.append(threading.current_thread())
+        return whole(answer)
+
+    monkeypatch.setattr(ChatAnswer, "whole", write)
+    body = {**HELLO, "logprobs": True, "top_logprobs": 2}
+    answer = (await http.post("/v1/chat/completions", json=body)).json()
+    assert len(answer["choices"][0]["logprobs"]["content"]) == 7
+    assert threads != [threading.main_thread()]
 
 
 async def test_the_openai_client_reads_everything(cluster, service):

@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from cluster.config import AuthConfig, LimitsConfig
 from cluster.errors import QueueFull, StartupError, Unauthenticated
+from cluster.policy.tiers import Tiers
 from cluster.wire import public_v1_pb2 as pb
 from router import auth
 from router.api import build_api
@@ -68,6 +69,21 @@ def test_keys_come_from_a_file_and_the_environment(tmp_path):
     assert tenants == ["acme", "acme", "beta"]
     assert keys.caller(f"bEaReR {KEY}") != keys.caller("Bearer sk-acme-second"), "keys differ"
     assert KEY not in repr(vars(keys)), "only hashes stay"
+
+
+def test_a_key_may_give_its_tenant_a_tier_and_a_ceiling(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text(f"acme:low:normal={KEY}\nbeta::high={OTHER}\n")
+    keys = Keys.load(AuthConfig(keys_file=str(path)))
+    callers = [keys.caller(f"Bearer {key}") for key in (KEY, OTHER)]
+    assert [(c.tenant, c.tier, c.ceiling) for c in callers] == [
+        ("acme", "low", "normal"),
+        ("beta", "", "high"),
+    ]
+    tiers = Tiers(names=("low", "normal", "high"), default="normal")
+    keys.check_tiers(tiers)
+    with pytest.raises(StartupError, match=r"acme.*'low'.*scheduling\.tiers"):
+        keys.check_tiers(Tiers(names=("normal", "high"), default="normal"))
 
 
 def test_nothing_set_lets_everybody_in():

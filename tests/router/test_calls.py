@@ -283,6 +283,16 @@ async def test_a_client_cancels_by_its_own_id(cluster, service):
     assert_conserved(service)
 
 
+async def test_the_name_of_another_tenants_id_is_no_request_id(cluster, service):
+    """S-05: anybody can make the name, which is no secret."""
+    given = GenerateInput(prompt="hello", client_request_id="mine")
+    call = await service.generate(given, Caller("a", "key-0"))
+    await cluster.started("p0", "d0")
+    assert not await service.cancel(client_name("a", "mine"))
+    assert cluster.route.cancel_asked == [], "nor does another router hear of it"
+    assert await service.cancel(call.request_id)
+
+
 async def test_an_order_of_the_control_plane_cancels_calls_by_either_name(cluster):
     calls = Calls()
     service = make_router(cluster, door=Door(calls=calls))

@@ -73,16 +73,21 @@ class Target:
         """CASES §0 C and Q."""
         method = self._channel.unary_unary("/pdserve.v1.Inference/GenerateOnce")
         async with asyncio.timeout(ANSWER_S):
-            answer = await method(grpc_request(GOOD).SerializeToString())
+            answer = await method(grpc_request(GOOD).SerializeToString(), wait_for_ready=True)
             assert pb.GenerateOnceResponse.FromString(answer).choices[0].text == "ok"
             await until(lambda: metric(self._service, "pdserve_requests_in_flight") == 0)
             await until(lambda: self._service._num_at_edge == 0)
         assert_conserved(self._service)
 
     async def _send(self, port: int, data: bytes) -> bytes:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        while True:  # a gRPC server that gave up is replaced in a moment
+            try:
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                break
+            except ConnectionError:
+                await asyncio.sleep(0.01)
         try:
-            with contextlib.suppress(ConnectionError):
+            with contextlib.suppress(OSError):
                 writer.write(data)
                 writer.write_eof()
                 return await reader.read()
@@ -99,8 +104,8 @@ class Target:
 
 
 def is_ours(record: logging.LogRecord) -> bool:
-    """gRPC tells as an error what it could not parse, and trips over paths that are no UTF-8."""
-    if record.name.startswith("grpc"):
+    """gRPC tells as an error what it could not parse, and is opened again where it gives up."""
+    if record.name.startswith(("grpc", "cluster.grpc_server")):
         return False
     frames = traceback.extract_tb(record.exc_info[2]) if record.exc_info else []
     return not frames or "grpcio/grpc" not in frames[-1].filename

@@ -10,7 +10,7 @@ import grpc
 import pytest
 from fastapi.routing import APIRoute
 
-from cluster.config import Role
+from cluster.config import LimitsConfig, Role
 from cluster.lifetime import LegTimes, Timeline
 from cluster.wire import public_v1_pb2 as pb
 from router.api import build_api
@@ -84,6 +84,9 @@ async def test_text_to_tokens_and_back(doors):
         ("/tokenize", {"prompt": 5}, "prompt"),
         ("/tokenize", {"prompt": "x" * 10_000}, "prompt"),
         ("/tokenize", {"prompt": "x", "add_special_tokens": 1}, "add_special_tokens"),
+        ("/tokenize", {"messages": HI, "add_special_tokens": True}, "add_special_tokens"),
+        ("/tokenize", {"messages": HI, "add_generation_prompt": False}, "add_generation_prompt"),
+        ("/tokenize", {"prompt": "x", "return_token_strs": True}, "return_token_strs"),
         ("/tokenize", {"messages": [5]}, "messages[0]"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": "a"}, "tokens"),
@@ -104,6 +107,20 @@ async def test_tokens_are_checked_alike_at_both_doors(doors):
     assert verdict.status == 404
     told = doors.stub.Tokenize(pb.TokenizeRequest(model="other", prompt="a"))
     assert await refused(told) == verdict
+
+
+async def test_calls_that_only_tokenise_count_for_their_key(cluster):
+    """S-14: one key can't take all places at the edge with bodies that never come."""
+    keys, limits = Keys({"a-secret-key": "acme"}), LimitsConfig(max_streams_per_key=2)
+    service = make_router(cluster, limits=limits, door=Door(keys=keys))
+    caller = keys.caller("Bearer a-secret-key")
+    async with open_doors(service, authorization="Bearer a-secret-key") as doors:
+        with service.edge(caller), service.edge(caller):
+            assert (await doors.http_verdict({"prompt": "a"}, "/tokenize")).status == 429
+            entry = (("authorization", "Bearer a-secret-key"),)
+            told = doors.stub.Tokenize(pb.TokenizeRequest(prompt="a"), metadata=entry)
+            assert (await refused(told)).status == 429
+        assert (await doors.post({"prompt": "a"}, "/tokenize")).status_code == 200
 
 
 async def test_models(doors):

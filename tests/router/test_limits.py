@@ -11,12 +11,16 @@ import grpc
 import pytest
 
 from cluster.config import LimitsConfig
+from cluster.errors import InvalidRequest
 from cluster.wire import public_v1_pb2 as pb
 from cluster.wire import public_v1_pb2_grpc as pb_grpc
+from router.grpc_api.requests import generate_input
 from router.served import ServedModel
+from router.validate import Validator
 from tests.router.doors import JSON, grpc_request, open_doors
 from tests.router.fakes import (
     EOS_ID,
+    MODEL,
     POOLS,
     VOCAB_SIZE,
     FakeCluster,
@@ -83,6 +87,8 @@ async def test_above_a_cap_is_refused_at_once_and_cheaply(what):
         (b"[" * 100_000, 400),
         (b'{"a":' * 100_000, 400),
         (b'"' * 500_001, 400),
+        (b'"' + b'\\"' * 250_000, 400),
+        (b'"' + b"\\" * 500_001, 400),
         (b'{"prompt": "hi", "x": [' + b"[]," * 200_000 + b"1]}", 200),
     ],
 )
@@ -95,6 +101,35 @@ async def test_depth_is_counted_outside_of_strings(body, status):
         response = await doors.http.post("/v1/completions", content=body, headers=JSON)
         assert response.status_code == status, response.text
         assert time.thread_time() - began < MAX_CPU_S
+
+
+MANY = 100_000
+ENTRIES = {
+    # Two bytes of a message each, and a whole turn, tool or call once they are read.
+    "prompt": lambda: {"prompts": pb.Prompts(prompts=[pb.Prompt()] * MANY)},
+    "messages": lambda: {"chat": pb.Chat(messages=[pb.Message()] * MANY)},
+    "tools": lambda: {
+        "chat": pb.Chat(messages=[pb.Message(role="user", content="hi")], tools=[pb.Tool()] * MANY)
+    },
+    "messages[0].content": lambda: {
+        "chat": pb.Chat(messages=[pb.Message(role="user", parts=[""] * MANY)])
+    },
+    "messages[0].tool_calls": lambda: {
+        "chat": pb.Chat(messages=[pb.Message(role="assistant", tool_calls=[pb.ToolCall()] * MANY)])
+    },
+}
+
+
+@pytest.mark.parametrize("field", ENTRIES)
+def test_many_empty_entries_are_not_made_into_objects(field):
+    """S-10: nothing is made of a message in proportion to its lists before they are counted."""
+    request = pb.GenerateRequest(**ENTRIES[field]())
+    began = time.thread_time()
+    given = generate_input(request, None, LIMITS)
+    assert time.thread_time() - began < MAX_CPU_S / 5
+    with pytest.raises(InvalidRequest) as caught:
+        Validator(MODEL, LIMITS, max_prompt_chars=100).check(given)
+    assert caught.value.field == field
 
 
 async def test_health_answers_while_large_bodies_come_in():

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import grpc
 import pytest
 
-from tests.router.doors import Verdict, open_doors
+from cluster.wire import public_v1_pb2 as pb
+from tests.router.doors import JSON, Verdict, open_doors, verdict_of
 from tests.router.fakes import EOS_ID, MODEL, POOLS, FakeCluster, make_router, speaks
 
 LONG = replace(MODEL, max_model_len=512)
@@ -103,6 +105,41 @@ async def test_calls_of_tools_are_written_as_the_template_knows_them():
         verdict = await doors.http_verdict({"messages": [USER], "tools": [TOOL]})
         assert (verdict.status, verdict.param) == (400, "tools")
         assert await doors.grpc_verdict({"messages": [USER], "tools": [TOOL]}) == verdict
+
+
+@pytest.mark.parametrize("template", [PLAIN, KNOWS_CALLS], ids=["plain", "knows calls"])
+@pytest.mark.parametrize(
+    "arguments",
+    [r'{"at": "\ud83d"}', '{"at": ' * 33 + "1" + "}" * 33, '{"at": ' * 900 + "1" + "}" * 900],
+)
+async def test_arguments_that_are_no_text_as_an_object_stay_as_they_came(template, arguments):
+    """P-09: half a character, or nested as deep as no body may be: no fault of ours."""
+    call = {**CALL, "function": {"name": "look", "arguments": arguments}}
+    async with doors_with(template) as doors:
+        for door in (doors.http_verdict, doors.grpc_verdict):
+            verdict = await door({"messages": [USER, {**ASKED, "tool_calls": [call]}, RESULT]})
+            assert verdict.status == (400 if len(arguments) > LONG.max_model_len else 200), verdict
+
+
+@pytest.mark.parametrize(("num_levels", "status"), [(28, 200), (29, 400), (2000, 400)])
+async def test_tools_nest_as_deep_at_both_doors(num_levels, status):
+    """P-10, S-10: over gRPC parameters are a text, and no other JSON for that."""
+    nested = '{"a":' * (num_levels - 1) + "{}" + "}" * (num_levels - 1)
+    async with doors_with(KNOWS_CALLS) as doors:
+        chat = pb.Chat(messages=[pb.Message(role="user", content="hi")])
+        chat.tools.add(name="look", parameters=nested)
+        body = (
+            '{"messages": [{"role": "user", "content": "hi"}], "tools": [{"type": "function",'
+            f'"function": {{"name": "look", "parameters": {nested}}}}}]}}'
+        )
+        told = await doors.http.post("/v1/chat/completions", content=body, headers=JSON)
+        assert told.status_code == status
+        if status == 200:
+            await doors.stub.GenerateOnce(pb.GenerateRequest(chat=chat))
+            return
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await doors.stub.GenerateOnce(pb.GenerateRequest(chat=chat))
+        assert verdict_of(caught.value).param == "tools[0].function.parameters"
 
 
 async def test_developers_speak_as_the_system_where_the_template_knows_none():

@@ -13,7 +13,7 @@ from cluster.control.planner import Planner
 from cluster.control.settings import ControlSettings
 from cluster.errors import EngineFault, InvalidRequest, NoWorker, PdserveError, QueueFull
 from cluster.request import FinishReason
-from router.given import GenerateInput
+from router.given import ANYBODY, Caller, GenerateInput
 from tests.cluster.control.factory import (
     grants,
     make_registration,
@@ -283,4 +283,30 @@ async def test_no_prompt_text_in_logs(caplog):
     assert generation.request_id in caplog.text
     assert "marker" not in caplog.text
     assert "answertext" not in caplog.text
+    await service.stop()
+
+
+async def test_a_request_has_its_tenants_tier_unless_it_names_one():
+    """The tier goes with the want; one that there is not, or above the ceiling, gets 400."""
+    cluster = FakeCluster()
+    cluster.route.default_pair = None
+    service = make_router(cluster)
+    plain, bound = ANYBODY, Caller("acme", "key-0", "low", "normal")
+    for caller, priority, tier in (
+        (plain, None, "normal"),
+        (plain, 0, "normal"),
+        (plain, "high", "high"),
+        (bound, None, "low"),
+        (bound, "normal", "normal"),
+    ):
+        cluster.route.wanted.clear()
+        given = GenerateInput(prompt="hello", priority=priority, expected_tokens=9)
+        await service.generate(given, caller)
+        await cluster.route.wanted.wait()
+        want = cluster.route.wants[-1]
+        assert (want.priority, want.tenant, want.expected_tokens) == (tier, caller.tenant, 9)
+    for caller, priority in ((plain, "gold"), (bound, "high")):
+        with pytest.raises(InvalidRequest) as caught:
+            await service.generate(GenerateInput(prompt="hello", priority=priority), caller)
+        assert (caught.value.field, caught.value.http_status) == ("priority", 400)
     await service.stop()

@@ -21,6 +21,24 @@ TEXTS = (
 )
 
 
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def make_byte_fallback() -> Tokenizer:
+    """Return a tokenizer as SentencePiece models have: what is in no word is bytes."""
+    vocab = {piece: i for i, piece in enumerate([*BYTES, "▁a", "b"])}
+    rust = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    rust.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return rust
+
+
 def make_choice(*stops: str) -> ChoiceText:
     return ChoiceText(Detokenizer(CODEC.decode, CODEC.hidden_ids), stops)
 
@@ -61,6 +79,40 @@ def test_random_bytes_are_exact_and_never_stall():
             assert whole.startswith(shown)
             assert len(whole) - len(shown) <= 3
         assert shown + choice.flush() == CODEC.decode(ids)
+
+
+@pytest.mark.parametrize("text", ["日本語", "😀😀", "éé", "a😀日b"])
+def test_characters_in_bytes_one_after_the_other(text):
+    """P-06: a byte fallback shows a run of bytes as broken while its last character is."""
+    detokenizer = Detokenizer(make_byte_fallback().decode, frozenset())
+    pieces = [detokenizer.push(byte) for byte in text.encode()]
+    assert [piece for piece in pieces if piece] == list(text)
+    assert detokenizer.flush() == ""
+
+
+def test_a_cut_after_whole_characters_in_bytes_breaks_only_the_last():
+    """P-06: what is out stays what it was."""
+    detokenizer = Detokenizer(make_byte_fallback().decode, frozenset())
+    pieces = [detokenizer.push(byte) for byte in "日本".encode()[:-1]]
+    assert "".join([*pieces, detokenizer.flush()]) == "日\ufffd\ufffd"
+
+
+def test_a_long_run_of_broken_characters_is_decoded_in_pieces():
+    """S-10: a bias towards half a character may not cost the square of the length."""
+    num_decoded = 0
+
+    def decode(ids):
+        nonlocal num_decoded
+        num_decoded += len(ids)
+        return CODEC.decode(ids)
+
+    random.seed(4)
+    for alphabet in (b"\x80", b"\xf0\x9f\x98", b"\xe2\x82\xac\x80", b"\xef\xbf\xbd"):
+        ids = random.choices(alphabet, k=2000)
+        detokenizer, num_decoded = Detokenizer(decode, frozenset()), 0
+        pieces = [detokenizer.push(token_id) for token_id in ids]
+        assert num_decoded < 200 * len(ids)
+        assert "".join([*pieces, detokenizer.flush()]) == CODEC.decode(ids)
 
 
 def test_hidden_ids_leave_no_text():

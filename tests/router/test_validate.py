@@ -229,6 +229,14 @@ UNSERVED = {
     "handoff_id": ("h1",),
     "output_ids": ([1],),
     "cache_salt": ("x",),
+    "allowed_token_ids": ([1],),
+    "bad_words": (["x"],),
+    "stop_regex": ("x+",),
+    "include_stop_str_in_output": (True,),
+    "structural_tag": ({},),
+    "documents": ([{"text": "x"}],),
+    "return_token_ids": (True,),
+    "add_special_tokens": (5, "no"),
 }
 GOOD_JSON = [
     {"max_tokens": None},
@@ -239,6 +247,7 @@ GOOD_JSON = [
     {"logprobs": False, "presence_penalty": 0, "frequency_penalty": 0.0, "echo": False},
     {"tools": [], "response_format": {"type": "text"}, "tool_choice": "auto", "best_of": 1},
     {"n": 2, "best_of": 2},
+    {"include_stop_str_in_output": False, "bad_words": [], "add_special_tokens": True},
     {"user": "me", "metadata": {"a": 1}, "no_such_field": [1], "stream_options": None},
     dict.fromkeys(UNSERVED),
 ]
@@ -305,6 +314,21 @@ async def test_what_is_not_served_is_refused_by_name(doors, name):
         for source in ({"prompt": "hello"}, {"messages": HI}):
             verdict = await doors.http_verdict({**source, name: value})
             assert (verdict.status, verdict.param) == (400, name), value
+
+
+async def test_special_tokens_are_the_models_or_the_templates(doors):
+    """P-02: a prompt without its first token, or a chat with two, would be another prompt."""
+    for source, asked in (({"prompt": "hello"}, False), ({"messages": HI}, True)):
+        verdict = await doors.http_verdict({**source, "add_special_tokens": asked})
+        assert (verdict.status, verdict.param) == (400, "add_special_tokens")
+        assert await doors.http_verdict({**source, "add_special_tokens": not asked}) == Verdict(200)
+
+
+async def test_what_is_too_large_for_64_bits_is_told_so(doors):
+    """P-03: "at least" would be the wrong advice."""
+    for name in ("seed", "max_tokens", "top_k"):
+        verdict = await doors.http_verdict(with_prompt({name: 2**64}))
+        assert f"to {2**63 - 1}" in verdict.message
 
 
 async def test_unknown_model_is_not_found_at_both_doors(doors):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from cluster.config import Role
+from cluster.config import Policy, Role, SchedulingConfig
 from cluster.control.decisions import SendGrant, SendReject, WorkerDied
 from cluster.control.facts import BlockCounts, ExportRef, Registration
 from cluster.control.planner import Planner
@@ -23,6 +23,21 @@ SETTINGS = ControlSettings(reconcile_s=0.0, unseen_grant_s=1e9)
 
 
 AGING_S = 0.5
+
+
+GROWTH = SETTINGS.growth_tokens
+
+
+def can_compute(entry, num_tokens):
+    limit = SchedulingConfig().run_ahead_tokens
+    ahead = entry.run_ahead_tokens
+    has_blocks = -(-num_tokens // 16) <= entry.num_blocks_free
+    return has_blocks and (ahead == 0 or ahead + -(-num_tokens // 16) * 16 <= limit)
+
+
+def can_decode(entry, num_tokens):
+    has_slot = entry.num_slots_used < entry.registration.num_slots
+    return has_slot and -(-num_tokens // 16) <= entry.num_blocks_free
 
 
 def needs_less(want, other):
@@ -55,11 +70,15 @@ class SimWorker:
 
 
 class World:
-    def __init__(self, seed, pools):
+    def __init__(self, seed, pools, **scheduling):
+        self.is_fcfs = not scheduling
         self.rng = random.Random(seed)
         self.now = 0.0
         self.planner = Planner(
-            make_config(*pools, max_queue_requests=40, aging_s=AGING_S), term=1, settings=SETTINGS, now=0.0
+            make_config(*pools, max_queue_requests=40, aging_s=AGING_S, **scheduling),
+            term=1,
+            settings=SETTINGS,
+            now=0.0,
         )
         self.workers = {}
         self.waiting = {}
@@ -117,7 +136,11 @@ class World:
             for other in self.waiting.values()
             if other.request_id < want.request_id and want.export is None is other.export
         ]
-        same = [other for other in older if (other.max_tokens == 1) == (want.max_tokens == 1)]
+        same = [
+            other
+            for other in older
+            if self.is_fcfs and (other.max_tokens == 1) == (want.max_tokens == 1)
+        ]
         for other in same:
             # It has no room where the younger one, which needs less, has; and that for a while.
             assert needs_less(want, other), f"{key} has overtaken {other}"
@@ -151,6 +174,8 @@ class World:
             request_id,
             num_prompt_tokens=self.rng.choice([1, 16, 17, 100, 300]),
             max_tokens=self.rng.choice([1, 2, 40, 200]),
+            priority=self.rng.choice(["", "low", "high"]),
+            tenant=self.rng.choice("tu"),
             remaining_s=self.rng.choice([0.5, 1e4]),
         )
         self.waiting[request_id, 0] = want
@@ -237,7 +262,31 @@ class World:
             for worker in self.workers.values():
                 self.say(worker)
             self.take(self.planner.tick(self.now))
+            self.check_nobody_fits()
         self.planner.check()
+
+    def check_nobody_fits(self):
+        """Room is left only where it is held for an export, or for one who has waited too long."""
+        queue, entries = self.planner._queue, list(self.planner._ledger.workers.values())
+        if queue.num_special or not len(queue):
+            return
+        oldest = min(w.ticket.arrived for w in queue)
+        for waiting in queue:
+            if waiting.ticket.arrived > oldest + AGING_S:
+                continue
+            prompt, output = waiting.want.num_prompt_tokens, waiting.want.max_tokens - 1
+            computes = [e for e in entries if can_compute(e, prompt)]
+            decodes = [e for e in entries if can_decode(e, prompt + min(output, GROWTH))]
+            prefills = [e for e in computes if e.registration.role is Role.PREFILL]
+            is_single = waiting.want.max_tokens == 1 and bool(
+                [p for p in self.planner._config.pools if p.role is Role.PREFILL]
+            )
+            assert not (is_single and prefills), waiting.want
+            if is_single:
+                continue
+            local = [e for e in computes if e in decodes and e.registration.role is Role.MIXED]
+            pairs = [e for e in decodes if e.registration.role is Role.DECODE and prefills]
+            assert not local + pairs, f"{waiting.want} could be placed"
 
     def drain(self):
         for _ in range(20_000):
@@ -259,10 +308,21 @@ POOLS = {
 }
 
 
-@pytest.mark.parametrize("seed", range(4))
+ORDERS = {
+    "fcfs": {},
+    "sjf": {"policy": Policy.SJF},
+    "tiers": {"policy": Policy.PRIORITY},
+    "fair": {"policy": Policy.PRIORITY, "fair_tenants": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("seed", "order"),
+    [*((seed, "fcfs") for seed in range(4)), (4, "sjf"), (5, "tiers"), (6, "fair")],
+)
 @pytest.mark.parametrize("pools", POOLS)
-def test_nothing_is_over_committed_lost_or_left(seed, pools):
-    world = World(seed, POOLS[pools])
+def test_nothing_is_over_committed_lost_left_or_idle(seed, order, pools):
+    world = World(seed, POOLS[pools], **ORDERS[order])
     for _ in range(2500):
         world.step()
     world.drain()

@@ -12,7 +12,6 @@ from cluster.policy.order import Ordering
 from cluster.policy.tiers import Tiers
 from tests.factories import BLOCK_SIZE, Engine, expected_tokens
 
-AGING_S = 0.3
 TIERS = Tiers(names=("low", "normal", "high"), default="normal")
 
 
@@ -25,7 +24,7 @@ def rules(draw):
         ordering=Ordering(
             policy=draw(st.sampled_from(Policy)),
             num_tiers=3,
-            aging_s=AGING_S,
+            aging_s=draw(st.sampled_from([0.05, 0.05, 5.0])),
             is_fair=draw(st.booleans()),
         ),
         tiers=TIERS,
@@ -40,18 +39,18 @@ def rules(draw):
 arrivals = st.fixed_dictionaries(
     {
         "num_prompt_tokens": st.integers(1, 40),
-        "max_tokens": st.integers(1, 12),
+        "max_tokens": st.integers(1, 20),
         "priority": st.sampled_from(["", *TIERS.names]),
         "tenant": st.sampled_from("ab"),
-        "is_imported": st.booleans(),
-        "gap": st.integers(0, 4),
+        "is_imported": st.sampled_from([False, False, False, True]),
+        "gap": st.sampled_from([0, 0, 1, 1, 2, 6]),
         "aborted_after": st.sampled_from([None] * 5 + [0, 2, 7]),
     }
 )
 sizes = st.fixed_dictionaries(
     {
-        "num_blocks": st.integers(13, 30),
-        "max_num_seqs": st.integers(2, 4),
+        "num_blocks": st.integers(16, 24),
+        "max_num_seqs": st.integers(1, 4),
         "chunk_tokens": st.sampled_from([0, 5, 16]),
     }
 )
@@ -132,7 +131,7 @@ class Run:
         for other in left:
             if sequence.block_ids and sequence.num_computed_tokens:
                 continue  # its KV came with it: it took a slot, and no blocks
-            is_too_young = sequence.arrived > other.arrived + AGING_S
+            is_too_young = sequence.arrived > other.arrived + self.rules.ordering.aging_s
             if is_too_young and self.rules.ordering.is_fair:
                 is_too_young = sequence.tenant == other.tenant
             started_again = other.num_preemptions > 0
@@ -147,7 +146,7 @@ class Run:
         free = self.engine.pool.num_free
         growing = sum(1 for _ in now_running)
         for sequence in left:
-            if kept or sequence.arrived > oldest + AGING_S:
+            if kept or sequence.arrived > oldest + self.rules.ordering.aging_s:
                 continue
             need = -(-sequence.num_tokens // BLOCK_SIZE) + 1
             assert need + growing > free, f"{sequence.key} could run"
@@ -168,7 +167,7 @@ class Run:
         self.engine.assert_idle()
 
 
-@given(rules(), sizes, st.lists(arrivals, min_size=1, max_size=25))
+@given(rules(), sizes, st.lists(arrivals, min_size=1, max_size=40))
 @settings(max_examples=150, deadline=None)
 def test_whatever_comes(the_rules, the_sizes, the_arrivals):
     """P-15, P-16: nothing is over-committed, overtaken too far or left, and each ends once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ import torch
 
 from cluster.errors import HandoffFailed, WorkerLost
 from cluster.handoff import AbortCause, AbortHandoff, Commit, Credit, Offer
+from cluster.rpc import link as link_module
 from cluster.transport.base import PeerLost, TransferTimeout, TransportError
 from cluster.transport.loopback import LoopbackTransport
 from cluster.wire import worker_pb2 as pb
@@ -98,6 +100,42 @@ async def test_a_channel_that_does_not_open_fails_the_dial(make_world: MakeWorld
     with pytest.raises(HandoffFailed, match="cannot leave the process"):
         await world.dialer(sender).link_to(world.peer, LONG_S)
     assert sender.lost == world.receiver.lost == []
+
+
+class FullTransport(LoopbackTransport):
+    def open(self, **arguments):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+
+async def test_a_channel_that_finds_no_descriptor_fails_the_dial_and_no_more(
+    make_world: MakeWorld,
+):
+    """Anything but an error of ours would be the worker's own fault, and end it."""
+    world = await make_world(transports=(FullTransport(), FullTransport()))
+    with pytest.raises(TransportError, match="did not open: OSError"):
+        await world.dialer().link_to(world.peer, LONG_S)
+
+
+async def test_a_channel_without_room_for_its_staging_buffer_is_closed(
+    make_world: MakeWorld, monkeypatch
+):
+    world = await make_world()
+    opened, real_open = [], LoopbackTransport.open
+
+    def remembering_open(self, **arguments):
+        opened.append(real_open(self, **arguments))
+        return opened[-1]
+
+    def no_room(*arguments):
+        raise MemoryError
+
+    monkeypatch.setattr(LoopbackTransport, "open", remembering_open)
+    monkeypatch.setattr(link_module, "StagedChannel", no_room)
+    with pytest.raises(TransportError, match="did not open: MemoryError"):
+        await world.dialer().link_to(world.peer, LONG_S)
+    await world.acceptor.close()  # its end fails alike, on a thread of its own
+    assert opened
+    assert all(channel.is_dead for channel in opened)
 
 
 @pytest.mark.parametrize(

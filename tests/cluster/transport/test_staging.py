@@ -10,7 +10,7 @@ import torch
 
 from cluster.kv.layout import KVLayout
 from cluster.request import LegKey
-from cluster.transport.base import Channel, CorruptPayload, TransportError
+from cluster.transport.base import Channel, ChannelClosed, CorruptPayload, TransportError
 from cluster.transport.manifest import Manifest
 from cluster.transport.staging import TRAILER_BYTES, StagedChannel, TransferLimits
 
@@ -109,6 +109,22 @@ def test_a_message_out_of_turn_is_noticed():
     del tape.messages[0]
     with pytest.raises(TransportError, match="message 1 is not the"):
         receiver.recv(make_manifest(2), nothing, None)
+
+
+def test_what_is_left_of_a_lost_links_transfer_is_nobody_elses():
+    """Its next piece is longer than what the transfer behind it waits for: gloo ends on that."""
+    tape, sender, receiver = make_ends()
+    sender.send(make_manifest(8), fill(1), None)
+    sender.send(make_manifest(1), fill(2), None)
+
+    def lost(start: int, num_blocks: int, staged_B: torch.Tensor) -> None:
+        raise ChannelClosed("link lost", stage="transfer")
+
+    for num_blocks in (8, 1):
+        with pytest.raises(ChannelClosed):
+            receiver.recv(make_manifest(num_blocks), lost, None)
+    assert tape.is_dead
+    assert len(tape.messages) == 2
 
 
 def test_a_piece_that_fits_no_buffer_is_refused_before_it_comes():

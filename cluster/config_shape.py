@@ -1,0 +1,274 @@
+"""What a deploy file may say: frozen settings with their defaults. ``config`` reads files."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from cluster import config_tree
+
+MAX_TIER_CHARS = 32
+"""Of a tier's name."""
+
+
+class Role(enum.Enum):
+    """Which halves a worker runs."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+
+class Dtype(enum.Enum):
+    """Element type of weights and KV; AUTO is bf16 where the device has it in hardware.
+
+    FP16 is for KV anywhere, and for weights on a GPU.
+    """
+
+    AUTO = "auto"
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+
+class Device(enum.Enum):
+    """What a worker computes on."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class TransportKind(enum.Enum):
+    """How block bytes move between two workers.
+
+    SHM needs both on one host; AUTO takes it for such links, and TORCH_DIST for all others.
+    """
+
+    LOOPBACK = "loopback"
+    TORCH_DIST = "torch_dist"
+    SHM = "shm"
+    AUTO = "auto"
+
+
+class Policy(enum.Enum):
+    """The order in which waiting requests are placed."""
+
+    FCFS = "fcfs"
+    SJF = "sjf"
+    """The least expected work first: prompt tokens that are not cached, and expected output."""
+    PRIORITY = "priority"
+    """The highest tier first."""
+
+
+class Preemption(enum.Enum):
+    """What happens where a sequence needs slots or blocks that others have."""
+
+    OFF = "off"
+    """Nothing: each has its prompt and max_tokens reserved before it starts."""
+    RECOMPUTE = "recompute"
+    """The youngest of the lowest tier gives them up, and is computed again later."""
+
+
+class Batching(enum.Enum):
+    """When a worker's batch takes new members."""
+
+    CONTINUOUS = "continuous"
+    STATIC = "static"
+    """When the last batch has ended to its last member."""
+    DYNAMIC = "dynamic"
+    """As static, once the new batch is full or has collected for a window."""
+
+
+class Host(enum.Enum):
+    """What runs the cluster: Ray, or one process for everything."""
+
+    RAY = "ray"
+    INLINE = "inline"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which model the cluster serves."""
+
+    path: str = "trial"
+    """``trial`` (SmolLM2-135M-Instruct, fetched once), a folder, or a Hugging Face id."""
+    name: str = ""
+    """The name clients use; derived from ``path`` when empty."""
+    max_model_len: int = 2048
+    """Prompt and output tokens of one choice together; capped by the model's own limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolConfig:
+    """Workers of one role on one kind of hardware."""
+
+    name: str
+    role: Role
+    count: int = 1
+    device: Device = Device.CPU
+    dtype: Dtype = Dtype.AUTO
+    kv_dtype: Dtype = Dtype.AUTO
+    """What KV is stored as; AUTO: as the weights are. Pools may differ: receivers convert."""
+    cores: tuple[int, ...] = ()
+    """CPU cores to take from, ``cores_per_worker`` each; empty: the workers are not pinned."""
+    cores_per_worker: int = 1
+    gpus_per_worker: float = 0.0
+    block_size: int = 16
+    """Tokens per KV block."""
+    kv_tokens: int = 16384
+    """KV capacity of one worker, in tokens; a multiple of ``block_size``."""
+    max_num_seqs: int = 8
+    """Sequences that share a step."""
+    token_budget: int = 2048
+    """Tokens computed in one step at most."""
+    chunk_tokens: int = 0
+    """A prompt's share of a step at most; 0: the whole prompt, within the budget."""
+    batching: Batching = Batching.CONTINUOUS
+    batch_size: int = 0
+    """Members of a static or dynamic batch at most; 0: ``max_num_seqs``."""
+    batch_window_ms: float = 20.0
+    """For how long a dynamic batch collects at most."""
+    prefix_cache: bool = True
+    """Keep the KV of ended sequences until its room is needed, for prompts that begin alike."""
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks of one worker."""
+        return self.kv_tokens // self.block_size
+
+    @property
+    def num_batch_slots(self) -> int:
+        """Sequences that share a step at most, by the kind of batching too."""
+        return self.batch_size or self.max_num_seqs
+
+    @property
+    def stored_dtype(self) -> Dtype:
+        """What KV is stored as; AUTO where only a worker on its device can say."""
+        return self.dtype if self.kv_dtype is Dtype.AUTO else self.kv_dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulingConfig:
+    """How waiting requests are ordered and how far prefill may run ahead."""
+
+    policy: Policy = Policy.FCFS
+    tiers: tuple[str, ...] = ("low", "normal", "high")
+    """Names that requests may give as their ``priority``, from the lowest to the highest."""
+    default_tier: str = "normal"
+    """Of requests that name none."""
+    aging_s: float = 5.0
+    """Nobody who is younger by more than this overtakes a request, or takes what it waits for."""
+    fair_tenants: bool = False
+    """Whether tenants get fair shares of tokens within a tier."""
+    preemption: Preemption = Preemption.RECOMPUTE
+    max_preemptions: int = 3
+    """Of one sequence; it is then computed again only with room for all that may come."""
+    max_queue_requests: int = 256
+    run_ahead_tokens: int = 4096
+    """Prompt tokens granted to one prefill worker and not yet computed, at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitsConfig:
+    """Caps that are checked before work in proportion to them."""
+
+    default_deadline_s: float = 120.0
+    max_deadline_s: float = 600.0
+    max_body_bytes: int = 1 << 20
+    max_header_bytes: int = 64 << 10
+    """Of one HTTP request's head, or one gRPC call's metadata."""
+    max_json_depth: int = 32
+    max_id_chars: int = 128
+    """Of an id or name that a client gives."""
+    max_stop_strings: int = 4
+    max_stop_chars: int = 256
+    max_stop_token_ids: int = 64
+    max_logit_bias: int = 300
+    """Entries of ``logit_bias``."""
+    max_logprobs: int = 20
+    """Best tokens told with each token; 5 for completions, as OpenAI has it."""
+    max_messages: int = 256
+    max_content_parts: int = 64
+    """Of one message."""
+    max_tools: int = 64
+    """Of a chat, and calls of tools in one message."""
+    max_n: int = 16
+    """Choices of one prompt."""
+    max_prompts: int = 32
+    """Of one call."""
+    max_choices: int = 64
+    """Of all prompts of a call together."""
+    max_streams_per_key: int = 256
+    """Calls of one API key that are open at once, in one router."""
+    export_lease_s: float = 10.0
+    """How long prefilled KV waits for another decode worker after a handoff failed."""
+    reserve_patience_s: float = 1.0
+    """How long an offered export waits for blocks on its decode worker before it is refused."""
+    stream_kv: bool = True
+    """Whether finished blocks are sent while later chunks compute; else all at the end."""
+    link_idle_s: float = 60.0
+    """A link that carried nothing for so long is closed; the next handoff dials a new one."""
+    kv_digest: bool = False
+    """Whether KV is digested before it is sent and after it came; corrupted KV is recomputed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuthConfig:
+    """Where API keys are read from, ``tenant=key`` a line; nothing set: no key is needed."""
+
+    keys_file: str = ""
+    """A file, on each host that runs a router."""
+    keys_env: str = ""
+    """An environment variable of the routers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointsConfig:
+    """Where the doors are: a loopback address, and ports that differ."""
+
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    grpc_port: int = 8001
+    control_port: int = 8002
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """The ingress."""
+
+    replicas: int = 1
+    resume: bool = True
+    """Whether a request goes on with other workers when its own are lost after a token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultsConfig:
+    """Faults on purpose, for tests; never beyond loopback."""
+
+    enabled: bool = False
+    """Workers serve ``pdserve.faults.v1.Faults``: whoever reaches them can break them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeployConfig:
+    """Everything one cluster needs to know, one file."""
+
+    pools: tuple[PoolConfig, ...]
+    host: Host = Host.RAY
+    service_cores: tuple[int, ...] = ()
+    """CPU cores of all that is no worker (routers, control plane, Ray); empty: not pinned."""
+    transport: TransportKind = TransportKind.TORCH_DIST
+    model: ModelConfig = field(default_factory=ModelConfig)
+    scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    auth: AuthConfig = field(default_factory=AuthConfig)
+    endpoints: EndpointsConfig = field(default_factory=EndpointsConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
+
+    def pool(self, name: str) -> PoolConfig:
+        """Return the pool called ``name``; raises ConfigError where there is none."""
+        for pool in self.pools:
+            if pool.name == name:
+                return pool
+        raise config_tree.refused("pools", name, [pool.name for pool in self.pools], what="pool")

@@ -1,0 +1,284 @@
+"""``dispatch``: how fast the control plane places requests, and how well.
+
+The planner runs in this process, told what routers and workers would tell it. *Rate*: a thousand
+workers, half of each role, all slots taken, and ten thousand requests waiting; again and again a
+request ends, its workers report, and another one comes. Only the planner's own time counts.
+*Choice*: eight workers of each role with random loads, speeds and links; the cost of the chosen
+pair against the least of all pairs that have room, by the same cost model.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections import deque
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from cluster.config import DeployConfig, ModelConfig, PoolConfig, Role, SchedulingConfig
+from cluster.control.costs import Choice, CostModel, Route
+from cluster.control.decisions import Decision, SendGrant
+from cluster.control.facts import (
+    BlockCounts,
+    Health,
+    Registration,
+    TransferSample,
+    Want,
+    WorkerReport,
+)
+from cluster.control.ledger import Ledger
+from cluster.control.links import LinkTable
+from cluster.control.placement import Placement
+from cluster.control.planner import Planner
+from cluster.control.settings import ControlSettings
+from cluster.kv.layout import KVLayout
+from deploy.bench.report import Bar, Row, Run, row_of
+
+if TYPE_CHECKING:
+    from deploy.bench.site import Site
+
+NAME = "dispatch"
+_BAR_RATE = Bar(subject="value", relation=">=", limit=2000.0)
+_BAR_COST = Bar(subject="ratio", relation="<=", limit=1.05)
+_ROUTER = ("bench", "bench-1")
+_MAX_PROMPT, _MAX_OUTPUT = 1900, 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DispatchSize:
+    """How much is measured; the default is what the bars speak of."""
+
+    num_workers: int = 1000
+    num_waiting: int = 10_000
+    num_placements: int = 1000
+    num_choices: int = 200
+    num_runs: int = 3
+
+
+def measure(site: Site, size: DispatchSize | None = None) -> list[Row]:
+    """Return the rows of rate and choice."""
+    size = size or DispatchSize()
+    rates, costs = [], []
+    with closing(site.progress(NAME, size.num_runs, "run")) as bar:
+        for number in range(size.num_runs):
+            world = _World(size, random.Random(number))
+            world.fill()
+            rates.append(Run(world.rate(), _BAR_RATE.limit))
+            costs.append(_chosen_against_least(size.num_choices, random.Random(number)))
+            bar.update()
+    shape = f"{size.num_workers} workers, {size.num_waiting} waiting, reference: the bar"
+    return [
+        row_of(NAME, f"placements, {shape}", "1/s", rates, _BAR_RATE),
+        row_of(NAME, "cost of the pair at 8 x 8, vs the least of all", "s", costs, _BAR_COST),
+    ]
+
+
+def _config(num_each: int) -> DeployConfig:
+    return DeployConfig(
+        pools=tuple(
+            PoolConfig(
+                name=role.value, role=role, count=num_each, kv_tokens=1 << 15, max_num_seqs=8
+            )
+            for role in (Role.PREFILL, Role.DECODE)
+        ),
+        model=ModelConfig(max_model_len=2048),
+        scheduling=SchedulingConfig(max_queue_requests=1 << 20, run_ahead_tokens=1 << 13),
+    )
+
+
+def _registrations(config: DeployConfig) -> list[Registration]:
+    layout = KVLayout(
+        num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="bf16",
+        model_fingerprint="bench",
+    ).describe()  # fmt: skip
+    return [
+        Registration(
+            worker_id=f"{pool.name}-{index}",
+            incarnation=f"{pool.name}-{index}-1",
+            pool=pool.name,
+            role=pool.role,
+            address="127.0.0.1:1",
+            num_slots=pool.max_num_seqs,
+            num_blocks=pool.num_blocks,
+            block_size=pool.block_size,
+            max_model_len=config.model.max_model_len,
+            layout=layout,
+            step_base_s=0.02,
+            step_per_seq_s=0.001,
+            prefill_per_token_s=1e-4,
+            pid=1,
+            transport=config.transport.value,
+        )
+        for pool in config.pools
+        for index in range(pool.count)
+    ]
+
+
+@dataclass(slots=True)
+class _Worker:
+    registration: Registration
+    held: dict[str, int] = field(default_factory=dict)
+    """Blocks by grant."""
+
+    def report(self) -> WorkerReport:
+        used = sum(self.held.values())
+        free = self.registration.num_blocks - used
+        return WorkerReport(
+            blocks=BlockCounts(free=free, held=used),
+            num_running=sum(num_blocks > 0 for num_blocks in self.held.values()),
+            held_grants=tuple(self.held),
+        )
+
+
+class _World:
+    """Routers and workers in a nutshell."""
+
+    def __init__(self, size: DispatchSize, draw: random.Random) -> None:
+        self._size = size
+        self._draw = draw
+        config = _config(size.num_workers // 2)
+        self._now = 0.0
+        self._planner = Planner(
+            config, term=1, settings=ControlSettings(reconcile_s=0.0), now=self._now
+        )
+        self._planner.router_joined(*_ROUTER, self._now)
+        self._workers = {r.worker_id: _Worker(r) for r in _registrations(config)}
+        self._wants: dict[str, Want] = {}
+        self._live: deque[tuple[str, str, str]] = deque()
+        self._num_wants = self._num_granted = 0
+        self._spent_s = 0.0
+        for worker in self._workers.values():
+            self._planner.register(worker.registration, self._now)
+            self._say(worker.registration.worker_id)
+
+    def fill(self) -> None:
+        """Take all slots, and let the rest wait."""
+        while len(self._wants) < self._size.num_waiting:
+            self._come()
+            if self._num_wants % 64 == 0:
+                self._start_all()
+        self._start_all()
+
+    def rate(self) -> float:
+        """Return placements by second of the planner's time."""
+        before, self._spent_s = self._num_granted, 0.0
+        while self._num_granted - before < self._size.num_placements:
+            self._live.rotate(self._draw.randrange(len(self._live)))
+            grant_id, prefill_id, decode_id = self._live.popleft()
+            for worker_id in (prefill_id, decode_id):
+                self._workers[worker_id].held.pop(grant_id, None)
+            self._take(*self._timed_done(grant_id))
+            self._say(decode_id)
+            self._say(prefill_id)
+            self._come()
+        return (self._num_granted - before) / self._spent_s
+
+    def _timed_done(self, grant_id: str) -> tuple[list[Decision], float]:
+        began = time.thread_time()
+        return self._planner.done(grant_id, 32, self._now), began
+
+    def _come(self) -> None:
+        self._now += 1e-4
+        self._num_wants += 1
+        want = Want(
+            request_id=f"r{self._num_wants}",
+            attempt=0,
+            num_prompt_tokens=self._draw.randint(1, _MAX_PROMPT),
+            max_tokens=self._draw.randint(2, _MAX_OUTPUT),
+            waited_s=0.0,
+            remaining_s=1e6,
+        )
+        self._wants[want.request_id] = want
+        began = time.thread_time()
+        self._take(self._planner.want(_ROUTER[0], want, self._now), began)
+
+    def _start_all(self) -> None:
+        for worker_id in self._workers:
+            self._say(worker_id)
+
+    def _say(self, worker_id: str) -> None:
+        worker = self._workers[worker_id]
+        report, incarnation = worker.report(), worker.registration.incarnation
+        began = time.thread_time()
+        self._take(self._planner.report(worker_id, incarnation, report, self._now), began)
+
+    def _take(self, decisions: list[Decision], began: float) -> None:
+        self._spent_s += time.thread_time() - began
+        for decision in decisions:
+            if not isinstance(decision, SendGrant):
+                continue
+            grant = decision.grant
+            assert grant.prefill is not None, "there are only pairs"
+            assert grant.decode is not None, "there are only pairs"
+            want = self._wants.pop(grant.request_id)
+            # The prompt is computed by the next report, and its blocks are the decode worker's.
+            num_blocks = -(-want.num_prompt_tokens // 16)
+            self._workers[grant.decode.worker_id].held[grant.grant_id] = num_blocks
+            self._workers[grant.prefill.worker_id].held[grant.grant_id] = 0
+            self._live.append((grant.grant_id, grant.prefill.worker_id, grant.decode.worker_id))
+            self._num_granted += 1
+
+
+def _chosen_against_least(num_choices: int, draw: random.Random) -> Run:
+    """Return the mean cost of chosen pairs, and of the cheapest ones."""
+    chosen, least = [], []
+    for _ in range(num_choices):
+        ledger = Ledger(LinkTable(60.0))
+        costs = CostModel(ledger, 64.0)
+        config = _config(8)
+        placement = Placement(config, ledger, costs, ControlSettings())
+        _load(ledger, config, draw)
+        want = Want(
+            request_id="r", attempt=0, num_prompt_tokens=draw.randint(1, _MAX_PROMPT),
+            max_tokens=draw.randint(2, _MAX_OUTPUT), waited_s=0.0, remaining_s=1e6,
+        )  # fmt: skip
+        needs = placement.rule.needs(want)
+        choice = placement.choose(want, needs, (), 0.0, may_fall_back=True)
+        if not isinstance(choice, Choice):
+            continue
+        chosen.append(choice.cost_s)
+        prefills = list(ledger.of_role(Role.PREFILL))
+        decodes = list(ledger.of_role(Role.DECODE))
+        pairs = [
+            Route(prefill=p, decode=d)
+            for p in prefills
+            for d in decodes
+            if p.run_ahead_tokens + needs.prefill_tokens <= config.scheduling.run_ahead_tokens
+            and d.num_slots_used < d.registration.num_slots
+            and d.blocks_for(needs.decode_tokens) <= d.num_blocks_free
+        ]
+        least.append(min(costs.cheapest([pair], want, 0.0).cost_s for pair in pairs))
+    return Run(statistics.mean(chosen), statistics.mean(least))
+
+
+def _load(ledger: Ledger, config: DeployConfig, draw: random.Random) -> None:
+    """Enter workers with loads, speeds and links of their own."""
+    registrations = _registrations(config)
+    for registration in registrations:
+        entry = ledger.add_worker(registration, 0.0)
+        entry.judge(Health.ALIVE)
+        num_running = draw.randint(0, 7)
+        report = WorkerReport(
+            blocks=BlockCounts(free=registration.num_blocks - 100 * num_running, held=100),
+            num_running=num_running,
+            queued_tokens=draw.randint(0, 4000),
+            step_base_s=draw.uniform(0.01, 0.05),
+            step_per_seq_s=draw.uniform(5e-4, 4e-3),
+            prefill_per_token_s=draw.uniform(5e-5, 4e-4),
+            transfers=tuple(
+                TransferSample(
+                    peer_worker_id=f"decode-{draw.randrange(8)}",
+                    num_bytes=num_bytes,
+                    seconds=num_bytes / draw.uniform(2e7, 2e9),
+                )
+                for num_bytes in draw.choices(range(10**5, 10**7), k=6)
+                if registration.role is Role.PREFILL
+            ),
+        )
+        ledger.take_report(entry, report, 0.0)
+    for registration in registrations:
+        # Once more: a transfer counts only where its peer is known.
+        entry = ledger.workers[registration.worker_id]
+        ledger.take_report(entry, entry.report, 0.0)

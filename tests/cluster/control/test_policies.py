@@ -1,0 +1,105 @@
+"""Orders, tiers, batching and reservations of the whole cluster's queue, as stories."""
+
+from dataclasses import replace
+
+import pytest
+
+from cluster.config import Batching, Policy, Preemption, Role
+from cluster.errors import InvalidRequest
+from tests.cluster.control.factory import grants, make_pool, rejects, two_pools
+from tests.cluster.control.story import Story
+
+
+def granted_in_order(story, first, names):
+    """End the one grant there is, again and again; the order in which the others follow."""
+    seen, grant = [], first
+    while len(seen) < len(names):
+        (grant,) = grants(story.done(grant))
+        seen.append(grant.request_id)
+    return seen
+
+
+def test_the_least_expected_work_goes_first():
+    story = Story(*two_pools(slots=1), policy=Policy.SJF)
+    (first,) = grants(story.want("r"))
+    story.want("long", num_prompt_tokens=100, max_tokens=100)
+    story.want("short", num_prompt_tokens=20, max_tokens=10)
+    story.want("hinted", num_prompt_tokens=20, max_tokens=100, expected_tokens=2)
+    names = ["hinted", "short", "long"]
+    assert granted_in_order(story, first, names) == names
+
+
+def test_higher_tiers_go_first_until_somebody_has_aged():
+    story = Story(*two_pools(slots=1), policy=Policy.PRIORITY, aging_s=5.0)
+    (first,) = grants(story.want("r"))
+    for name, fields in {
+        "low": {"priority": "low"},
+        "aged": {"priority": "low", "waited_s": 6.0},
+        "plain": {},
+        "high": {"priority": "high"},
+        "higher": {"priority": "high"},
+    }.items():
+        story.want(name, **fields)
+    names = ["aged", "high", "higher", "plain", "low"]
+    assert granted_in_order(story, first, names) == names
+
+
+def test_a_tier_that_there_is_not_is_refused():
+    (reject,) = rejects(Story().want("r", priority="gold"))
+    assert isinstance(reject.error, InvalidRequest)
+    assert reject.error.field == "priority"
+
+
+def test_tenants_get_equal_shares_of_tokens():
+    """One tenant's flood of long requests beside another's few short ones."""
+    story = Story(*two_pools(slots=1), fair_tenants=True, aging_s=1.0)
+    (grant,) = grants(story.want("r"))
+    served = {"flood": 0, "few": 0}
+    sizes = {"flood": (200, 50), "few": (20, 5)}
+    for i in range(60):
+        story.want(f"flood-{i}", tenant="flood", num_prompt_tokens=200, max_tokens=50)
+    for i in range(300):
+        story.now += 0.05
+        story.want(f"few-{i}", tenant="few", num_prompt_tokens=20, max_tokens=5)
+        (grant,) = grants(story.done(grant, 5))
+        tenant = grant.request_id.split("-")[0]
+        served[tenant] += sum(sizes[tenant])
+        if served["flood"] == 60 * 250:
+            break
+    assert max(served.values()) <= 2 * min(served.values()), served
+
+
+@pytest.mark.parametrize("batching", [Batching.STATIC, Batching.DYNAMIC])
+def test_nothing_is_granted_to_a_batch_that_runs(batching):
+    decode = replace(make_pool("decode", Role.DECODE, slots=4), batching=batching, batch_size=2)
+    story = Story(
+        make_pool("prefill", Role.PREFILL), decode, preemption=Preemption.OFF, aging_s=100.0
+    )
+    first, second = grants(story.want("r1")) + grants(story.want("r2"))
+    assert grants(story.want("r3")) == [], "two is its size"
+    for worker_id in ("prefill-0", "decode-0"):
+        story.report(worker_id, first.grant_id, second.grant_id, num_running=2)
+    story.report("prefill-0")
+    assert grants(story.report("decode-0", second.grant_id, num_running=1)) == []
+    (third,) = grants(story.report("decode-0"))
+    assert third.request_id == "r3"
+
+
+def test_without_preemption_the_whole_output_is_counted():
+    pools = (make_pool("prefill", Role.PREFILL), make_pool("decode", Role.DECODE, 512, 8))
+    story = Story(*pools, preemption=Preemption.OFF)
+    assert grants(story.want("r1", num_prompt_tokens=16, max_tokens=300))
+    assert grants(story.want("r2", num_prompt_tokens=16, max_tokens=300)) == []
+    story = Story(*pools)
+    assert grants(story.want("r1", num_prompt_tokens=16, max_tokens=300))
+    assert grants(story.want("r2", num_prompt_tokens=16, max_tokens=300)), "it may grow"
+
+
+def test_few_of_many_are_looked_at_and_the_pair_is_as_good():
+    """The shortlists find the same pair as all pairs would."""
+    story = Story(*two_pools(slots=8), counts={"prefill": 30, "decode": 30})
+    story.report("prefill-17", prefill_per_token_s=0.0001)
+    story.report("decode-23", step_base_s=0.001)
+    (grant,) = grants(story.want("r"))
+    assert (grant.prefill.worker_id, grant.decode.worker_id) == ("prefill-17", "decode-23")
+    assert "of 64" in grant.reason
