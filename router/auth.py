@@ -61,7 +61,7 @@ class Keys:
             return cls()
         tenants: dict[str, str] = {}
         for text in texts:
-            tenants |= _parse(text)
+            _parse(text, tenants)
         if not tenants:
             raise StartupError("auth: keys are asked for, and there is none")
         return cls(tenants)
@@ -107,8 +107,8 @@ def _caller(owner: str, key: str) -> Caller:
     return Caller(tenant, key, tier, ceiling)
 
 
-def _parse(text: str) -> dict[str, str]:
-    tenants = {}
+def _parse(text: str, tenants: dict[str, str]) -> None:
+    """Add the keys of a text to those that are known, each with its tenant."""
     for number, line in enumerate(text.splitlines(), 1):
         entry = line.strip()
         if not entry or entry.startswith("#"):
@@ -122,8 +122,8 @@ def _parse(text: str) -> dict[str, str]:
                 f"auth: line {number} of the keys is not tenant=key, with {_MIN_KEY_CHARS} to "
                 f"{_MAX_KEY_CHARS} characters of ASCII without spaces"
             )
-        tenants[key] = tenant
-    return tenants
+        if tenants.setdefault(key, tenant) != tenant:
+            raise StartupError(f"auth: line {number} of the keys has a key of another tenant")
 
 
 class StreamsPerKey:

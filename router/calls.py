@@ -5,8 +5,8 @@
 
 Each choice is a request of its own to everything behind this: placed, resumed and ended alone. The
 later choices of a prompt start when the first one has its first token: its KV is in a prefix cache
-then, so that they share it and don't compute the prompt again. An error of one choice is the call's
-end, and stops the others.
+then, and they are placed there if that is cheapest, so that they share it and don't compute the
+prompt again. An error of one choice is the call's end, and stops the others.
 """
 
 from __future__ import annotations
@@ -64,7 +64,11 @@ class Shows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallPlan:
-    """A call that is ready to start; ``accepted`` makes the request of a choice by its index."""
+    """A call that is ready to start.
+
+    ``accepted`` makes the request of a choice by its index, of who counts it and of the
+    incarnation whose prefix cache has its prompt.
+    """
 
     request_id: str
     client_request_id: str
@@ -74,7 +78,7 @@ class CallPlan:
     """Of each prompt; choice ``i`` belongs to prompt ``i // num_choices``."""
     shows: Shows
     remaining_s: float
-    accepted: Callable[[int, Counter], Accepted]
+    accepted: Callable[[int, Counter, str], Accepted]
 
 
 class Call:
@@ -147,8 +151,9 @@ class Call:
         self._tally.close()
         return is_running
 
-    def _start(self, index: int) -> None:
-        self._generations[index] = self._submit(self._plan.accepted(index, self._tally))
+    def _start(self, index: int, cached_on: str = "") -> None:
+        accepted = self._plan.accepted(index, self._tally, cached_on)
+        self._generations[index] = self._submit(accepted)
 
     def _pump(self, index: int) -> None:
         task = asyncio.get_running_loop().create_task(self._read(index))
@@ -167,7 +172,7 @@ class Call:
                 if waiting and self._is_cancelled:
                     raise Cancelled("the request was cancelled", stage="queue")
                 for other in waiting:
-                    self._start(other)
+                    self._start(other, self._generations[index].prefilled_on)
                     self._pump(other)
                 waiting = ()
                 self._events.put_nowait(event)

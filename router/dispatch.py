@@ -37,6 +37,11 @@ class Generation:
         """Of its deadline, when it was made."""
         self.num_prompt_tokens = len(life.request.prompt_ids)
 
+    @property
+    def prefilled_on(self) -> str:
+        """Incarnation that has computed the prompt, or is at it; empty before there is one."""
+        return self._life.prefilled_on
+
     async def next(self) -> Delta | Finish | Scored:
         """Return the next event; nothing follows a Finish. Raises the PdserveError that ended it.
 

@@ -74,3 +74,5 @@ class Accepted:
     wants_timeline: bool = False
     counter: Counter | None = None
     """Who counts it; None: the router's metrics."""
+    cached_on: str = ""
+    """Incarnation whose prefix cache has the prompt, where another choice was prefilled."""

@@ -72,7 +72,7 @@ class Intake:
         request_id = secrets.token_hex(16)
         deadline = accepted + checked.timeout_s
 
-        def accept(index: int, counter: Counter) -> Accepted:
+        def accept(index: int, counter: Counter, cached_on: str) -> Accepted:
             number, choice = divmod(index, checked.num_choices)
             # The first choice tells a prompt's logprobs for all: the others may have it cached.
             asks = params[number].prompt_logprobs and choice == 0
@@ -92,6 +92,7 @@ class Intake:
                 text=self._text(request.params),
                 wants_timeline=checked.wants_timeline,
                 counter=counter,
+                cached_on=cached_on,
             )
 
         return CallPlan(

@@ -57,6 +57,8 @@ class Life:
         self._is_cancelled = False
         self._has_started = False
         self._is_over = False
+        self.prefilled_on = ""
+        """Incarnation that computes the prompt, or has."""
         self._phase = "queue"
         self._output_ids: list[int] = []
         self._record = Record()
@@ -133,6 +135,7 @@ class Life:
             priority=self.request.priority,
             tenant=self.request.tenant,
             expected_tokens=self.request.expected_tokens,
+            cached_on=self._accepted.cached_on,
         )
 
     # ---- inside
@@ -168,6 +171,8 @@ class Life:
     async def _serve(self, grant: Grant) -> Finish:
         """Run one attempt; whatever happens, its legs are told to end and its grants go back."""
         grant_ids = [grant.grant_id]
+        computing = grant.prefill or grant.decode
+        self.prefilled_on = computing.incarnation if computing is not None else ""
         cause = AbortCause.FAULT
         num_output_tokens = 0  # known only where the request ends well
         try:

@@ -38,6 +38,7 @@ def want_to_wire(want: facts.Want) -> pb.Want:
         priority=want.priority,
         tenant=want.tenant,
         expected_tokens=want.expected_tokens,
+        cached_on=want.cached_on,
     )
 
 
@@ -56,6 +57,7 @@ def want_from_wire(message: pb.Want) -> facts.Want:
         priority=message.priority,
         tenant=message.tenant,
         expected_tokens=message.expected_tokens if message.HasField("expected_tokens") else None,
+        cached_on=message.cached_on,
     )
 
 

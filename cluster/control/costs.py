@@ -98,8 +98,15 @@ class _PoolSpeeds:
 class CostModel:
     """Prices routes by the reports and the link estimates of a ledger."""
 
-    def __init__(self, ledger: Ledger, expected_output_tokens: float) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        expected_output_tokens: float,
+        caching_pools: frozenset[str] = frozenset(),
+    ) -> None:
+        """``caching_pools``: those with a prefix cache."""
         self._ledger = ledger
+        self._caching_pools = caching_pools
         self.expected_output_tokens = expected_output_tokens
         self._speeds: dict[str, tuple[str, _Speeds]] = {}
         self._pools: dict[str, _PoolSpeeds] = {}
@@ -118,7 +125,10 @@ class CostModel:
     def cheapest(self, routes: list[Route], want: Want, now: float) -> Choice:
         """Return the route of lowest cost; ``routes`` is not empty."""
         prefill_s = {
-            e.worker_id: self.prefill_s(e, want.num_prompt_tokens) for e in _computing(routes)
+            e.worker_id: self.prefill_s(
+                e, want.num_prompt_tokens, num_cached_tokens=self._num_cached_tokens(e, want)
+            )
+            for e in _computing(routes)
         }
         num_tokens = min(float(want.max_tokens), self.expected_output_tokens)
         decode_s = {e.worker_id: self.decode_s(e, num_tokens) for e in _decoding(routes)}
@@ -139,10 +149,14 @@ class CostModel:
         first_token_s = 0.0 if route.is_export else prefill_s[route.computing.worker_id]
         return Choice(route=route, first_token_s=first_token_s, reason=reason, cost_s=total)
 
-    def prefill_s(self, entry: WorkerEntry, num_tokens: int) -> float:
-        """Wait for the prompts before it, then compute it."""
-        per_token_s = self._level(entry, _PREFILL_PER_TOKEN)
-        return (entry.run_ahead_tokens + num_tokens) * per_token_s
+    def prefill_s(
+        self, entry: WorkerEntry, num_tokens: int, *, num_cached_tokens: int = 0
+    ) -> float:
+        """Wait for the prompts before it, then compute what is not cached."""
+        # What is cached may still count among the prompts before it: the report is on its way.
+        num_ahead = max(0, entry.run_ahead_tokens - num_cached_tokens)
+        num_left = num_ahead + num_tokens - num_cached_tokens
+        return num_left * self._level(entry, _PREFILL_PER_TOKEN)
 
     def decode_s(self, entry: WorkerEntry, num_tokens: float) -> float:
         """Wait for the step under way, then decode with this sequence added."""
@@ -161,6 +175,15 @@ class CostModel:
             pool, new = entry.registration.pool, _speeds(entry)
             self._speeds[worker_id] = (pool, new)
             self._pools.setdefault(pool, _PoolSpeeds()).add(new, 1)
+
+    def _num_cached_tokens(self, entry: WorkerEntry, want: Want) -> int:
+        """Whole blocks of the prompt, but for its last token: a draw needs that one computed."""
+        registration = entry.registration
+        is_there = registration.incarnation == want.cached_on
+        if not is_there or registration.pool not in self._caching_pools:
+            return 0
+        num_tokens = max(0, want.num_prompt_tokens - 1)
+        return num_tokens - num_tokens % registration.block_size
 
     def _transfer_s(
         self, prefill: WorkerEntry, decode: WorkerEntry, want: Want, now: float

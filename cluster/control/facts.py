@@ -62,6 +62,8 @@ class Want:
     tenant: str = ""
     expected_tokens: int | None = None
     """The client's guess at the whole output's length."""
+    cached_on: str = ""
+    """Incarnation whose prefix cache has the prompt: another choice was prefilled there."""
 
 
 # ---- control plane -> router

@@ -329,7 +329,11 @@ class Placement:
             for entry in self._fleet.with_room(role, part, needs)
             if entry.worker_id not in held and self._fits(entry, part, want)
         )
-        return list(itertools.islice(free, most))
+        listed = list(itertools.islice(free, most))
+        if want.cached_on and part is not Part.DECODE:
+            # Who has the prompt may be dearer than these before that is counted.
+            listed += [e for e in free if e.registration.incarnation == want.cached_on]
+        return listed
 
     def _if_any(self, want: Want, role: Role | None, part: Part) -> Role | None:
         """Return the role, if a worker of it could ever do that part."""

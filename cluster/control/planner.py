@@ -77,7 +77,11 @@ class Planner:
         self._started_at = self._ticked_at = now
         self._ledger = Ledger(LinkTable(settings.link_age_s))
         self._members = Membership(config, self._ledger, settings)
-        self._costs = CostModel(self._ledger, settings.expected_output_tokens)
+        self._costs = CostModel(
+            self._ledger,
+            settings.expected_output_tokens,
+            frozenset(pool.name for pool in config.pools if pool.prefix_cache),
+        )
         self._placement = Placement(config, self._ledger, self._costs, settings)
         self._queue = WaitingQueue(config.scheduling, self._placement.rule)
         self._routers = Routers(settings.router_grace_s)

@@ -58,6 +58,7 @@ class Want(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     EXPECTED_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_ON_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     num_prompt_tokens: _builtins.int
@@ -73,6 +74,8 @@ class Want(_message.Message):
     tenant: _builtins.str
     expected_tokens: _builtins.int
     """the client's guess at its output's length"""
+    cached_on: _builtins.str
+    """incarnation whose prefix cache has the prompt"""
     @_builtins.property
     def avoid(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """incarnations this request must not be placed on"""
@@ -96,10 +99,11 @@ class Want(_message.Message):
         priority: _builtins.str = ...,
         tenant: _builtins.str = ...,
         expected_tokens: _builtins.int | None = ...,
+        cached_on: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_tokens", b"_expected_tokens", "_export", b"_export", "expected_tokens", b"expected_tokens", "export", b"export"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_tokens", b"_expected_tokens", "_export", b"_export", "attempt", b"attempt", "avoid", b"avoid", "expected_tokens", b"expected_tokens", "export", b"export", "is_resent", b"is_resent", "max_tokens", b"max_tokens", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "remaining_s", b"remaining_s", "request_id", b"request_id", "tenant", b"tenant", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_tokens", b"_expected_tokens", "_export", b"_export", "attempt", b"attempt", "avoid", b"avoid", "cached_on", b"cached_on", "expected_tokens", b"expected_tokens", "export", b"export", "is_resent", b"is_resent", "max_tokens", b"max_tokens", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "remaining_s", b"remaining_s", "request_id", b"request_id", "tenant", b"tenant", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_tokens: _TypeAlias = _typing.Literal["expected_tokens"]  # noqa: Y015
     _WhichOneofArgType__expected_tokens: _TypeAlias = _typing.Literal["_expected_tokens", b"_expected_tokens"]  # noqa: Y015

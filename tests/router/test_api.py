@@ -275,6 +275,7 @@ async def test_routes_methods_and_types_that_are_not_ours(http):
     for response, status in answers:
         assert response.status_code == status
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+        assert ("allow" in response.headers) == (status == 405)
 
 
 async def test_large_bodies_are_cut_off_with_and_without_a_length(http, cluster):

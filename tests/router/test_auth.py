@@ -100,6 +100,7 @@ def test_nothing_set_lets_everybody_in():
         ("a b=sk-0123456789", "line 1"),
         ("acme=sk-0123 456789", "line 1"),
         ("acme=sk-0123456789é", "line 1"),
+        ("acme=sk-0123456789\nbeta=sk-0123456789", "line 2 .* another tenant"),
         ("# none\n", "there is none"),
     ],
 )

@@ -72,6 +72,8 @@ async def test_later_choices_start_when_the_first_has_its_first_token(cluster, s
     assert [leg.key.choice for leg in prefill.legs] == [0, 1, 2]
     assert len({leg.key.request_id for leg in prefill.legs}) == 3
     assert {leg.params.seed for leg in prefill.legs} == {5}, "noise differs by choice"
+    here = prefill.peer.incarnation
+    assert [want.cached_on for want in cluster.route.wants] == ["", here, here]
 
     for leg in prefill.legs[1:]:
         say(prefill, leg, B)
@@ -185,7 +187,7 @@ async def test_a_call_that_is_cancelled_between_its_choices_is_no_success(servic
         num_choices=2,
         shows=Shows(),
         remaining_s=9.0,
-        accepted=lambda index, counter: counter,
+        accepted=lambda index, counter, cached_on: counter,
     )
     service.metrics.received()
     call = Call(plan, submit=submit, metrics=service.metrics, on_over=over.append)
@@ -258,6 +260,27 @@ async def test_too_many_choices_for_the_router_are_refused_before_work(cluster):
         assert verdict.status == 429
         assert await doors.grpc_verdict({"prompt": "hello", "n": 4}) == verdict
         call.cancel()
+        await until(lambda: service.dispatcher.num_open == 0)
+        assert_conserved(service)
+
+
+async def test_a_handler_that_is_cancelled_as_its_call_begins_stops_it(
+    cluster, service, monkeypatch
+):
+    """P-10: nobody will read it, and nobody else knows of it."""
+    generate = service.generate
+    asking = None
+
+    async def begin(given, caller):
+        call = await generate(given, caller)
+        asking.cancel()
+        return call
+
+    monkeypatch.setattr(service, "generate", begin)
+    async with open_doors(service) as doors:
+        asking = asyncio.create_task(doors.post({"prompt": "hello", "n": 2}))
+        with pytest.raises(asyncio.CancelledError):
+            await asking
         await until(lambda: service.dispatcher.num_open == 0)
         assert_conserved(service)
 

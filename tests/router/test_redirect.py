@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from cluster.control.facts import ExportRef
@@ -110,6 +112,47 @@ async def test_the_same_worker_may_take_it_later_but_only_after_its_old_leg_has_
     decode.say(A, B, C, finish=FinishReason.LENGTH)
     text, _, _ = await read(generation)
     assert text == "abc"
+    await finished(service, cluster)
+
+
+async def test_an_end_that_comes_with_the_grant_is_the_old_legs_end():
+    """The worker's old and new leg have one name: one ends before the other begins."""
+    cluster = FakeCluster()
+    service = make_router(cluster)
+    cluster.route.default_pair = None
+    generation, prefill, decode = await begun(cluster, service, pairs=[])
+    prefill.say(A)
+    prefill.export_waits(REFUSED)
+    await until(lambda: cluster.route.answer is not None and decode.aborts)
+    # Both are here before the request's task takes either.
+    cluster.route.answer.set_result(cluster.route.grant(cluster.route.wants[1], ("p0", "d0")))
+    asyncio.get_running_loop().call_soon(lambda: decode.say(error=REFUSED))
+    await until(lambda: prefill.redirects)
+    prefill.say(ends=True)
+    decode.say(A, B, C, finish=FinishReason.LENGTH)
+    text, _, finish = await read(generation)
+    assert (text, finish.timeline.num_attempts, finish.timeline.num_redirected) == ("abc", 1, 1)
+    assert len(cluster.route.wants) == len(decode.legs) == 2
+    assert len(decode.aborts) == 1
+    await finished(service, cluster)
+
+
+async def test_redirects_of_an_attempt_that_failed_count_too():
+    cluster = FakeCluster()
+    service = make_router(cluster)
+    pairs = [("p0", "d1"), ("p0", "d1")]
+    generation, prefill, _ = await begun(cluster, service, pairs=pairs)
+    prefill.say(A)
+    prefill.export_waits(REFUSED)
+    (second,) = await cluster.started("d1")
+    await until(lambda: prefill.redirects)
+    prefill.say(ends=True)
+    second.say(A, B, error=HandoffFailed("lost", stage="decode"))
+    await until(lambda: len(second.legs) == 2)
+    second.say(C, start=2, finish=FinishReason.LENGTH)
+    text, _, finish = await read(generation)
+    assert (text, finish.num_resumed, finish.timeline.num_redirected) == ("abc", 1, 1)
+    assert metric(service, "pdserve_attempts_redirected_total") == 1
     await finished(service, cluster)
 
 

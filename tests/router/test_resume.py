@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
-from cluster.errors import DeadlineExceeded, HandoffFailed, NoWorker, WorkerLost
+from cluster.errors import Cancelled, DeadlineExceeded, HandoffFailed, NoWorker, WorkerLost
 from cluster.handoff import AbortCause
 from cluster.request import FinishReason, LegKind
-from router.events import Finish
+from router.events import Delta, Finish
 from tests.router.fakes import FakeCluster, make_router, metric, until
 from tests.router.reading import finished, read, start
 
@@ -89,7 +91,7 @@ async def test_a_prefill_worker_that_dies_before_the_handover_is_replaced(monkey
     prefill.say(A)
     prefill.die()
     (second,) = await cluster.started("p1")
-    await until(lambda: len(decode.legs) == 2)
+    await until(lambda: len(decode.legs) == 2 and decode.aborts)
     assert decode.aborts == [(decode.legs[0].key, AbortCause.FAULT)]
     assert second.legs[0].output_ids == (A,)
     second.say(B, start=1, ends=True)
@@ -278,4 +280,53 @@ async def test_another_first_token_from_the_decode_worker_is_a_failed_handoff():
     second.say(B, start=1, finish=FinishReason.LENGTH)
     text, _, _ = await read(generation)
     assert text == "ab"
+    await finished(service, cluster)
+
+
+@pytest.mark.parametrize("num_steps", range(5))
+async def test_a_cancel_that_comes_with_news_is_not_lost(num_steps):
+    """P-12: the decode worker shows that it has the KV just as the client leaves."""
+    cluster = FakeCluster()
+    service = make_router(cluster)
+    generation = await start(cluster, service, max_tokens=3)
+    prefill, decode = await cluster.started("p0", "d0")
+    prefill.say(A, error=WorkerLost("gone", worker_id="p0"))
+    assert isinstance(await generation.next(), Delta)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    decode.say(A)
+    for _ in range(num_steps):
+        await asyncio.sleep(0)
+    generation.cancel()
+    async with asyncio.timeout(2):
+        _, _, end = await read(generation)
+    assert isinstance(end, Cancelled)
+    await finished(service, cluster)
+
+
+async def test_a_worker_that_dies_with_nothing_but_the_last_word_is_not_missed():
+    """Its tokens are all out: there is nothing left that another could be asked for."""
+    cluster = FakeCluster()
+    service = make_router(cluster)
+    generation = await start(cluster, service, max_tokens=3)
+    prefill, decode = await cluster.started("p0", "d0")
+    prefill.say(A, ends=True)
+    decode.say(A, B, C)
+    decode.die()
+    text, _, finish = await read(generation)
+    assert (text, finish.finish_reason) == ("abc", FinishReason.LENGTH)
+    assert (finish.num_resumed, len(cluster.route.wants)) == (0, 1)
+    await finished(service, cluster)
+
+
+async def test_the_wait_for_a_timeline_does_not_outlive_the_deadline():
+    """P-15: every token is out in time, and the prefill worker's durations never come."""
+    cluster = FakeCluster()
+    service = make_router(cluster)
+    generation = await start(cluster, service, max_tokens=3, timeline=True, timeout_s=0.2)
+    prefill, decode = await cluster.started("p0", "d0")
+    prefill.say(A)
+    decode.say(A, B, C, finish=FinishReason.LENGTH)
+    text, _, finish = await read(generation)
+    assert (text, finish.finish_reason) == ("abc", FinishReason.LENGTH)
     await finished(service, cluster)

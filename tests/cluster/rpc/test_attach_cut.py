@@ -7,12 +7,12 @@ import pytest
 
 from cluster.errors import WorkerLost
 from cluster.handoff import AbortCause
-from cluster.request import FinishReason, LegEnd, LegKey, Token
+from cluster.request import Beat, FinishReason, LegEnd, LegKey, Token
 from cluster.rpc import attach, convert, session
 from cluster.rpc.options import INCARNATION_METADATA
 from cluster.wire import worker_pb2 as wire
 from cluster.wire import worker_pb2_grpc as wire_grpc
-from tests.factories_attach import KEY, make_leg, soon
+from tests.factories_attach import KEY, Handler, make_leg, soon
 
 
 async def tokens_of(events, count):
@@ -90,6 +90,77 @@ async def test_legs_and_aborts_that_were_lost_on_the_way_are_sent_again_once(att
     await soon(events.beats)
     assert attached.handler.legs.empty()
     assert attached.handler.aborts.empty()
+
+
+class Call:
+    """A stream without gRPC: what came of the router, and what was written to it."""
+
+    def __init__(self, *messages):
+        self.messages: asyncio.Queue = asyncio.Queue()
+        self.written: asyncio.Queue = asyncio.Queue()
+        self.say(*messages)
+
+    def say(self, *messages):
+        for message in messages:
+            self.messages.put_nowait(message)
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        return await self.messages.get()
+
+    async def write(self, batch):
+        self.written.put_nowait(batch)
+
+
+def hello_from(next_batch):
+    router = wire.RouterHello(router_id="r", incarnation="i", next_batch=next_batch)
+    return wire.RouterMessage(hello=router)
+
+
+def stop_of(name):
+    cause = convert.cause_to_wire(AbortCause.STOPPED)
+    order = wire.AbortLeg(key=convert.key_to_wire(LegKey(name, 0, 0)), cause=cause)
+    return wire.RouterMessage(abort=order)
+
+
+async def test_what_still_comes_by_the_old_stream_is_not_counted_twice():
+    """The new stream has told what was taken before it: all that follows comes again by it."""
+    handler = Handler()
+    attachments = attach.Attachments(handler)
+    old, new = Call(hello_from(0), stop_of("one")), Call()
+    serving = [asyncio.ensure_future(attachments.serve(call, call)) for call in (old, new)]
+    assert await soon(handler.aborts)
+    new.say(hello_from(1))
+    old.say(stop_of("two"))
+    assert (await soon(new.written)).num_taken == 1
+    new.say(stop_of("two"))
+    assert (await soon(handler.aborts))[0] == LegKey("two", 0, 0)
+    assert (await soon(new.written)).num_taken == 2
+    assert handler.aborts.empty()
+    for task in serving:
+        task.cancel()
+    await asyncio.gather(*serving, return_exceptions=True)
+
+
+@pytest.mark.parametrize("num_steps", range(4))
+async def test_a_stream_that_ends_as_news_come_has_ended(num_steps):
+    """P-11: its cancel is not lost in the wait for news, which stay for the next stream."""
+    a_session = session.Session("r", Beat)
+    seat = a_session.sit(0)
+    await a_session.next_batch(seat)
+    waiting = asyncio.ensure_future(a_session.next_batch(seat))
+    await asyncio.sleep(0)
+    a_session.emit(numbered(0, 1), [])
+    for _ in range(num_steps):
+        await asyncio.sleep(0)
+    was_over = waiting.done()
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    assert waiting.cancelled() != was_over
+    batch = await a_session.next_batch(a_session.sit(1))
+    assert [convert.token_from_wire(token) for token in batch.tokens] == numbered(0, 1)
 
 
 async def test_a_router_that_does_not_come_back_is_given_up_after_the_tail_was_kept(
