@@ -316,8 +316,10 @@ class Inbox:
             self._commit(link, entry, manifest)
 
     def _receive_failed(self, entry: Import | None, error: PdserveError) -> None:
-        if entry is not None and entry.state is HandoffState.SENDING:
-            self._end(entry, AbortCause.FAULT, error, tells=True)
+        if entry is None or entry.state is not HandoffState.SENDING:
+            self.counts["dropped_segments"] += 1
+            return
+        self._end(entry, AbortCause.FAULT, error, tells=True)
 
     def _scatter(
         self,

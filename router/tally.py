@@ -64,9 +64,8 @@ class Tally:
         known = self._end
         if isinstance(known, PdserveError):
             return
-        was_cut = known is not None and known.finish_reason is FinishReason.LENGTH
-        if was_cut and isinstance(end, Finish):
-            end = replace(end, finish_reason=FinishReason.LENGTH)
+        if known is not None and isinstance(end, Finish):
+            end = _joined(known, end)
         self._end, self._phase = end, phase
 
     def _look(self) -> None:
@@ -82,3 +81,16 @@ class Tally:
             )
         self._metrics.ended(end, phase=self._phase, num_output_tokens=self._num_output_tokens)
         self._on_over()
+
+
+def _joined(known: Finish, end: Finish) -> Finish:
+    """The end of both: the last one, with the first token of either."""
+    was_cut = known.finish_reason is FinishReason.LENGTH
+    first, last = known.timeline, end.timeline
+    timeline = replace(
+        last,
+        first_token_s=min(first.first_token_s, last.first_token_s),
+        queue_s=min(first.queue_s, last.queue_s),
+    )
+    reason = FinishReason.LENGTH if was_cut else end.finish_reason
+    return replace(end, finish_reason=reason, timeline=timeline)

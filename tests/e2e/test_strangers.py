@@ -138,11 +138,6 @@ async def test_a_transfer_replayed_in_its_midst_and_afterwards_changes_nothing(c
     async with stranger.link() as link:
         await stranger.replay(link, *handoff_of(cluster))
         link.signal(Commit(handoff_id=handoff_of(cluster)[0]))
-        import sys
-        for _ in range(8):
-            await asyncio.sleep(0.5)
-            r = await asyncio.to_thread(report_of, cluster)
-            sys.stderr.write(str(r) + "\n")
         await until_dropped(cluster, dropped + 1)
         cluster.faults("prefill-0").clear()
         await asyncio.to_thread(stream.wait_end)

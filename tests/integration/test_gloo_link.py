@@ -203,7 +203,7 @@ async def test_a_sender_killed_in_mid_transfer_is_found_at_once(
 
     def make_cut():
         manifest = make_manifest(64, "h")
-        return manifest.cut(32 * manifest.block_bytes)
+        return manifest.cut(32 * manifest.block_bytes, turn=1)
 
     receiver, half = Receiver(), Waiting()
     me = await start_listening(half)

@@ -352,3 +352,22 @@ async def test_ids_of_clients_are_echoed_and_checked_at_both_doors(cluster):
             assert response.json()["error"]["param"] == "client_request_id"
             verdict = await doors.grpc_verdict({"prompt": "a", "client_request_id": bad})
             assert (verdict.status, verdict.param) == (400, "client_request_id")
+
+
+async def test_the_first_token_of_a_call_is_that_of_its_first_choice(cluster, service):
+    """P-29: a later choice begins where the first has its first token; the client waited less."""
+    cluster.script = None
+    call = await service.generate(GenerateInput(prompt="hello", max_tokens=2, n=2))
+    prefill, decode = await cluster.started("p0", "d0")
+    say(prefill, prefill.legs[0], A, ends=True)
+    await until(lambda: len(decode.legs) == 2)
+    say(decode, decode.legs[0], A, B, finish=FinishReason.LENGTH)
+    await asyncio.sleep(0.12)
+    say(prefill, prefill.legs[1], A, ends=True)
+    say(decode, decode.legs[1], A, B, finish=FinishReason.LENGTH)
+    await read(call)
+    await until(lambda: metric(service, "pdserve_requests_in_flight") == 0)
+    assert metric(service, "pdserve_first_token_seconds_count") == 1
+    assert metric(service, "pdserve_first_token_seconds_sum") < 0.1
+    assert metric(service, "pdserve_request_seconds_sum") > 0.1
+    assert_conserved(service)
