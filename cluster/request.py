@@ -208,11 +208,11 @@ class ExportWaiting:
 class Redirect:
     """Pass the export of the PREFILL leg ``key`` to ``peer``, by handoff ``handoff_id``.
 
-    The decode worker gets its DECODE leg under the same key.
+    The decode worker gets its DECODE leg under the same key. The PREFILL leg stays its grant's: the
+    new one is charged for the decode worker alone.
     """
 
     key: LegKey
-    grant_id: str
     handoff_id: str
     peer: Peer
 

@@ -181,12 +181,7 @@ class Outbox:
             self.sender.drop(
                 export.outgoing, AbortCause.LEASE, "the export goes elsewhere", tells=True
             )
-        opened.leg = replace(
-            opened.leg,
-            handoff_id=redirect.handoff_id,
-            grant_id=redirect.grant_id,
-            peer=redirect.peer,
-        )
+        opened.leg = replace(opened.leg, handoff_id=redirect.handoff_id, peer=redirect.peer)
         if export is None:
             return  # nothing of it is computed yet: it will be offered there
         if export.is_whole:

@@ -306,7 +306,6 @@ class Attempt:
         await self._start(LegKind.DECODE)
         redirect = Redirect(
             key=self.key,
-            grant_id=grant.grant_id,
             handoff_id=grant.handoff_id,
             peer=decode.peer,
         )

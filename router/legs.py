@@ -109,8 +109,8 @@ class _Worker:
         for end in ends:
             self._tell(end, self.legs.pop(end.key, None))
 
-    def on_worker_lost(self, peer: Peer, reason: str) -> None:
-        """End every leg here with WorkerLost."""
+    def on_worker_lost(self, peer: Peer, reason: str, *, is_alive: bool = False) -> None:
+        """End every leg here with WorkerLost; no leg has killed a worker that ``is_alive``."""
         self.drop(peer.incarnation)
         legs, self.legs = self.legs, {}
         for key, (kind, hear) in legs.items():
@@ -121,7 +121,8 @@ class _Worker:
                 f"the {stage} worker was lost", stage=stage, worker_id=peer.worker_id
             )
             end = LegEnd(key=key, error=error)
-            hear(LegNews(kind, peer.incarnation, end, is_death=self.has_answered))
+            is_death = self.has_answered and not is_alive
+            hear(LegNews(kind, peer.incarnation, end, is_death=is_death))
 
     def _tell(self, said: Said, leg: tuple[LegKind, Hear] | None) -> None:
         if leg is not None:

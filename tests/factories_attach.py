@@ -60,6 +60,8 @@ class Events:
         self.prompts: asyncio.Queue = asyncio.Queue()
         self.beats: asyncio.Queue = asyncio.Queue()
         self.lost: asyncio.Queue = asyncio.Queue()
+        self.is_alive = False
+        """What was told of the worker that was lost."""
 
     def on_beat(self, beat) -> None:
         self.beats.put_nowait(beat)
@@ -72,7 +74,8 @@ class Events:
         for run in prompts:
             self.prompts.put_nowait(run)
 
-    def on_worker_lost(self, peer, reason) -> None:
+    def on_worker_lost(self, peer, reason, *, is_alive=False) -> None:
+        self.is_alive = is_alive
         self.lost.put_nowait((peer, reason))
 
 

@@ -203,7 +203,7 @@ class Ledger:
             if ended is not None and ended.pair[0] == entry.worker_id:
                 self._end_transfer(ended)
         for grant_id, leg_grant_id in list(entry.sending.items()):
-            if not {grant_id, leg_grant_id} & entry.held:
+            if leg_grant_id not in entry.held:
                 self._end_transfer(self.grants[grant_id])
         self._learn(entry, report, now)
         for grant_id in entry.held - entry.charges.keys():
@@ -229,11 +229,17 @@ class Ledger:
         return taken
 
     def idle_grants(self, now: float, idle_s: float) -> list[GrantRecord]:
-        """Return the grants that no worker has had anything of for ``idle_s``."""
+        """Return the grants that no worker has had anything of for ``idle_s``.
+
+        What was granted for an export after its first grant is that grant's too.
+        """
         idle = []
+        followed = {record.export_grant_id for record in self.grants.values()}
         for record in self.grants.values():
             grant_id = record.grant.grant_id
-            if any(grant_id in entry.charges for entry in self._entries_of(record)):
+            if grant_id in followed or any(
+                grant_id in entry.charges for entry in self._entries_of(record)
+            ):
                 record.idle_since = None
             elif record.idle_since is None:
                 record.idle_since = now

@@ -15,9 +15,8 @@ the wants of an earlier control plane are still coming back. After that a fresh 
 as soon as no worker of a needed role is alive or suspected; one that was being served, or whose KV
 waits as an export, waits ``replacement_wait_s`` for another.
 
-An export's want has the key of its request's grant and names that grant: it is another want. The
-grant that answers it charges its decode worker only; what the first grant was charged for the
-prefill leg counts until that leg ends.
+An export's want names the grant of its PREFILL leg. The grant that answers it charges its decode
+worker only; what the first grant was charged for the prefill leg counts until that leg ends.
 """
 
 from __future__ import annotations

@@ -77,8 +77,11 @@ class LegEvents(Protocol):
         """Take what one step of one worker has for this router."""
         ...
 
-    def on_worker_lost(self, peer: Peer, reason: str) -> None:
-        """Give up every leg on this incarnation; told once, and nothing follows it."""
+    def on_worker_lost(self, peer: Peer, reason: str, *, is_alive: bool = False) -> None:
+        """Give up every leg on this incarnation; told once, and nothing follows it.
+
+        ``is_alive``: it answers, but has given this router up, which may have been away.
+        """
         ...
 
 
@@ -94,6 +97,7 @@ class WorkerClient:
         self._is_attached = False
         self._stream: asyncio.Task[None] | None = None
         self._is_over = False
+        self._is_alive = False  # it answered, with a no
 
     @property
     def is_lost(self) -> bool:
@@ -148,6 +152,7 @@ class WorkerClient:
         try:
             reason = await self._attach_twice()
         except grpc.aio.AioRpcError as error:
+            self._is_alive = self._is_alive or error.code() not in _CUT
             reason = f"{error.code().name}: {error.details()}"
         except (TimeoutError, WorkerLost) as error:
             reason = str(error) or "no answer in time"
@@ -169,6 +174,7 @@ class WorkerClient:
                 return await self._attach(is_return=cut is not None)
             except grpc.aio.AioRpcError as error:
                 if not self._is_attached and cut is not None:
+                    self._is_alive = error.code() not in _CUT
                     raise cut from error  # what came first says more
                 if not self._is_attached or self._is_over or error.code() not in _CUT:
                     raise
@@ -236,7 +242,7 @@ class WorkerClient:
             return
         self._is_over = True
         logger.warning("worker=%s lost: %s", self.peer.worker_id, reason)
-        self._events.on_worker_lost(self.peer, reason)
+        self._events.on_worker_lost(self.peer, reason, is_alive=self._is_alive)
 
 
 class _Outgoing:

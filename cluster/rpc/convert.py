@@ -241,7 +241,6 @@ def redirect_to_wire(redirect: Redirect) -> wire.Redirect:
     """Return ``redirect`` as a message."""
     return wire.Redirect(
         key=key_to_wire(redirect.key),
-        grant_id=redirect.grant_id,
         handoff_id=redirect.handoff_id,
         peer=peer_to_wire(redirect.peer),
     )
@@ -251,7 +250,6 @@ def redirect_from_wire(message: wire.Redirect) -> Redirect:
     """Return the redirect; raises InvalidRequest where its peer is incomplete."""
     return Redirect(
         key=key_from_wire(message.key),
-        grant_id=message.grant_id,
         handoff_id=message.handoff_id,
         peer=peer_from_wire(message.peer),
     )

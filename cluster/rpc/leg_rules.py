@@ -44,8 +44,6 @@ class LegRules:
         """Raise InvalidRequest that names the field, unless this worker could follow it."""
         if not 0 < len(redirect.handoff_id) <= self.max_id_chars:
             raise InvalidRequest("a handoff id has 1 to 128 characters", field="handoff_id")
-        if len(redirect.grant_id) > self.max_id_chars:
-            raise InvalidRequest("an id is too long", field="grant_id")
         self._check_peer(redirect.peer)
 
     def _check_tokens(self, leg: Leg) -> None:

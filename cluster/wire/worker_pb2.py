@@ -24,19 +24,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x63luster/wire/worker.proto\x12\x11pdserve.worker.v1\"W\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05stage\x18\x03 \x01(\t\x12\x11\n\tworker_id\x18\x04 \x01(\t\x12\r\n\x05\x66ield\x18\x05 \x01(\t\"=\n\x06LegKey\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06\x63hoice\x18\x03 \x01(\r\"?\n\x04Peer\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"\xfc\x02\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\r\n\x05min_p\x18\x08 \x01(\x01\x12\x18\n\x10presence_penalty\x18\t \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\n \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x0b \x01(\x01\x12\x30\n\nlogit_bias\x18\x0c \x03(\x0b\x32\x1c.pdserve.worker.v1.LogitBias\x12\x12\n\nmin_tokens\x18\r \x01(\r\x12\x19\n\x0cnum_logprobs\x18\x0e \x01(\rH\x00\x88\x01\x01\x12\x17\n\x0fprompt_logprobs\x18\x0f \x01(\x08\x42\x0f\n\r_num_logprobs\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x01\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"L\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x01\x12*\n\x03top\x18\x02 \x03(\x0b\x32\x1d.pdserve.worker.v1.TopLogprob\"\xf6\x02\n\x03Leg\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.pdserve.worker.v1.LegKey\x12(\n\x04kind\x18\x02 \x01(\x0e\x32\x1a.pdserve.worker.v1.LegKind\x12\x12\n\nprompt_ids\x18\x03 \x03(\r\x12\x12\n\noutput_ids\x18\x04 \x03(\r\x12\x31\n\x06params\x18\x05 \x01(\x0b\x32!.pdserve.worker.v1.SamplingParams\x12\x13\n\x0bremaining_s\x18\x06 \x01(\x01\x12\x10\n\x08grant_id\x18\x07 \x01(\t\x12\x12\n\nhandoff_id\x18\x08 \x01(\t\x12*\n\x04peer\x18\t \x01(\x0b\x32\x17.pdserve.worker.v1.PeerH\x00\x88\x01\x01\x12\x0e\n\x06tenant\x18\n \x01(\t\x12\x10\n\x08priority\x18\x0b \x01(\t\x12\x1c\n\x0f\x65xpected_tokens\x18\x0c \x01(\rH\x01\x88\x01\x01\x42\x07\n\x05_peerB\x12\n\x10_expected_tokens\"`\n\x08\x41\x62ortLeg\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.pdserve.worker.v1.LegKey\x12,\n\x05\x63\x61use\x18\x02 \x01(\x0e\x32\x1d.pdserve.worker.v1.AbortCause\"I\n\x0bRouterHello\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x12\n\nnext_batch\x18\x03 \x01(\x04\"\x7f\n\x08Redirect\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.pdserve.worker.v1.LegKey\x12\x10\n\x08grant_id\x18\x02 \x01(\t\x12\x12\n\nhandoff_id\x18\x03 \x01(\t\x12%\n\x04peer\x18\x04 \x01(\x0b\x32\x17.pdserve.worker.v1.Peer\"\x95\x02\n\rRouterMessage\x12/\n\x05hello\x18\x01 \x01(\x0b\x32\x1e.pdserve.worker.v1.RouterHelloH\x00\x12\'\n\x05start\x18\x02 \x01(\x0b\x32\x16.pdserve.worker.v1.LegH\x00\x12,\n\x05\x61\x62ort\x18\x03 \x01(\x0b\x32\x1b.pdserve.worker.v1.AbortLegH\x00\x12/\n\x08redirect\x18\x04 \x01(\x0b\x32\x1b.pdserve.worker.v1.RedirectH\x00\x12\x14\n\nnext_batch\x18\x05 \x01(\x04H\x00\x12-\n\x07goodbye\x18\x06 \x01(\x0b\x32\x1a.pdserve.worker.v1.GoodbyeH\x00\x42\x06\n\x04kind\"\t\n\x07Goodbye\"\x9d\x01\n\x05Token\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.pdserve.worker.v1.LegKey\x12\x14\n\x0coutput_index\x18\x02 \x01(\r\x12\x10\n\x08token_id\x18\x03 \x01(\r\x12\x37\n\x08logprobs\x18\x04 \x01(\x0b\x32 .pdserve.worker.v1.TokenLogprobsH\x00\x88\x01\x01\x42\x0b\n\t_logprobs\"\xe9\x01\n\x08LegTimes\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tcompute_s\x18\x02 \x01(\x01\x12\x16\n\x0ereserve_wait_s\x18\x03 \x01(\x01\x12\x12\n\ntransfer_s\x18\x04 \x01(\x01\x12\x11\n\texposed_s\x18\x05 \x01(\x01\x12\x16\n\x0etransfer_bytes\x18\x06 \x01(\x04\x12\x11\n\tnum_steps\x18\x07 \x01(\x04\x12\x1b\n\x13num_computed_tokens\x18\x08 \x01(\x04\x12\x19\n\x11num_cached_tokens\x18\t \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\n \x01(\x04\"\xcc\x01\n\x06LegEnd\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.pdserve.worker.v1.LegKey\x12\x36\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x1f.pdserve.worker.v1.FinishReason\x12,\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x18.pdserve.worker.v1.ErrorH\x00\x88\x01\x01\x12*\n\x05times\x18\x04 \x01(\x0b\x32\x1b.pdserve.worker.v1.LegTimesB\x08\n\x06_error\"\x85\x01\n\rExportWaiting\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.pdserve.worker.v1.LegKey\x12\x12\n\nhandoff_id\x18\x02 \x01(\t\x12\'\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x18.pdserve.worker.v1.Error\x12\x0f\n\x07lease_s\x18\x04 \x01(\x01\"z\n\x0ePromptLogprobs\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.pdserve.worker.v1.LegKey\x12\r\n\x05start\x18\x02 \x01(\r\x12\x31\n\x07\x65ntries\x18\x03 \x03(\x0b\x32 .pdserve.worker.v1.TokenLogprobs\"-\n\x04\x42\x65\x61t\x12\x11\n\tnum_steps\x18\x01 \x01(\x04\x12\x12\n\npatience_s\x18\x02 \x01(\x01\"\x90\x02\n\nTokenBatch\x12(\n\x06tokens\x18\x01 \x03(\x0b\x32\x18.pdserve.worker.v1.Token\x12\'\n\x04\x65nds\x18\x02 \x03(\x0b\x32\x19.pdserve.worker.v1.LegEnd\x12\x31\n\x07waiting\x18\x03 \x03(\x0b\x32 .pdserve.worker.v1.ExportWaiting\x12\x0e\n\x06number\x18\x04 \x01(\x04\x12\x11\n\tnum_taken\x18\x05 \x01(\x04\x12%\n\x04\x62\x65\x61t\x18\x06 \x01(\x0b\x32\x17.pdserve.worker.v1.Beat\x12\x32\n\x07prompts\x18\x07 \x03(\x0b\x32!.pdserve.worker.v1.PromptLogprobs\"\xad\x01\n\x08KVLayout\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x06 \x01(\t\x12\x13\n\x0bshard_index\x18\x07 \x01(\r\x12\x12\n\nnum_shards\x18\x08 \x01(\r\"\x7f\n\tLinkHello\x12\'\n\x06sender\x18\x01 \x01(\x0b\x32\x17.pdserve.worker.v1.Peer\x12\x1c\n\x14receiver_incarnation\x18\x02 \x01(\t\x12+\n\x06layout\x18\x03 \x01(\x0b\x32\x1b.pdserve.worker.v1.KVLayout\"!\n\x0bLinkWelcome\x12\x12\n\nlink_epoch\x18\x01 \x01(\x04\"(\n\nStoreEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\"\x82\x01\n\x05Offer\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12&\n\x03key\x18\x02 \x01(\x0b\x32\x19.pdserve.worker.v1.LegKey\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x15\n\ris_redirected\x18\x05 \x01(\x08\"\x1c\n\x06\x43redit\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\"\x1c\n\x06\x43ommit\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\"`\n\x0c\x41\x62ortHandoff\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12,\n\x05\x63\x61use\x18\x02 \x01(\x0e\x32\x1d.pdserve.worker.v1.AbortCause\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\"\x9e\x01\n\x0cTransferLock\x12\x32\n\x04word\x18\x01 \x01(\x0e\x32$.pdserve.worker.v1.TransferLock.Word\"Z\n\x04Word\x12\x14\n\x10WORD_UNSPECIFIED\x10\x00\x12\x0c\n\x08WORD_ASK\x10\x01\x12\x10\n\x0cWORD_GRANTED\x10\x02\x12\r\n\tWORD_BUSY\x10\x03\x12\r\n\tWORD_FREE\x10\x04\"\xa3\x03\n\x0bLinkMessage\x12-\n\x05hello\x18\x01 \x01(\x0b\x32\x1c.pdserve.worker.v1.LinkHelloH\x00\x12\x31\n\x07welcome\x18\x02 \x01(\x0b\x32\x1e.pdserve.worker.v1.LinkWelcomeH\x00\x12.\n\x05store\x18\x03 \x01(\x0b\x32\x1d.pdserve.worker.v1.StoreEntryH\x00\x12)\n\x05offer\x18\x04 \x01(\x0b\x32\x18.pdserve.worker.v1.OfferH\x00\x12+\n\x06\x63redit\x18\x05 \x01(\x0b\x32\x19.pdserve.worker.v1.CreditH\x00\x12\x12\n\x08manifest\x18\x06 \x01(\x0cH\x00\x12+\n\x06\x63ommit\x18\x07 \x01(\x0b\x32\x19.pdserve.worker.v1.CommitH\x00\x12\x30\n\x05\x61\x62ort\x18\x08 \x01(\x0b\x32\x1f.pdserve.worker.v1.AbortHandoffH\x00\x12/\n\x04lock\x18\t \x01(\x0b\x32\x1f.pdserve.worker.v1.TransferLockH\x00\x42\x06\n\x04kind*b\n\x07LegKind\x12\x18\n\x14LEG_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10LEG_KIND_PREFILL\x10\x01\x12\x13\n\x0fLEG_KIND_DECODE\x10\x02\x12\x12\n\x0eLEG_KIND_LOCAL\x10\x03*\xd8\x01\n\nAbortCause\x12\x1b\n\x17\x41\x42ORT_CAUSE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x41\x42ORT_CAUSE_FINISHED\x10\x01\x12\x17\n\x13\x41\x42ORT_CAUSE_STOPPED\x10\x02\x12\x19\n\x15\x41\x42ORT_CAUSE_CANCELLED\x10\x03\x12\x17\n\x13\x41\x42ORT_CAUSE_REFUSED\x10\x04\x12\x18\n\x14\x41\x42ORT_CAUSE_DEADLINE\x10\x05\x12\x15\n\x11\x41\x42ORT_CAUSE_LEASE\x10\x06\x12\x15\n\x11\x41\x42ORT_CAUSE_FAULT\x10\x07*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xa3\x01\n\x06Worker\x12M\n\x06\x41ttach\x12 .pdserve.worker.v1.RouterMessage\x1a\x1d.pdserve.worker.v1.TokenBatch(\x01\x30\x01\x12J\n\x04Link\x12\x1e.pdserve.worker.v1.LinkMessage\x1a\x1e.pdserve.worker.v1.LinkMessage(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x63luster/wire/worker.proto\x12\x11pdserve.worker.v1\"W\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05stage\x18\x03 \x01(\t\x12\x11\n\tworker_id\x18\x04 \x01(\t\x12\r\n\x05\x66ield\x18\x05 \x01(\t\"=\n\x06LegKey\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06\x63hoice\x18\x03 \x01(\r\"?\n\x04Peer\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"\xfc\x02\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\r\n\x05min_p\x18\x08 \x01(\x01\x12\x18\n\x10presence_penalty\x18\t \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\n \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x0b \x01(\x01\x12\x30\n\nlogit_bias\x18\x0c \x03(\x0b\x32\x1c.pdserve.worker.v1.LogitBias\x12\x12\n\nmin_tokens\x18\r \x01(\r\x12\x19\n\x0cnum_logprobs\x18\x0e \x01(\rH\x00\x88\x01\x01\x12\x17\n\x0fprompt_logprobs\x18\x0f \x01(\x08\x42\x0f\n\r_num_logprobs\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x01\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"L\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x01\x12*\n\x03top\x18\x02 \x03(\x0b\x32\x1d.pdserve.worker.v1.TopLogprob\"\xf6\x02\n\x03Leg\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.pdserve.worker.v1.LegKey\x12(\n\x04kind\x18\x02 \x01(\x0e\x32\x1a.pdserve.worker.v1.LegKind\x12\x12\n\nprompt_ids\x18\x03 \x03(\r\x12\x12\n\noutput_ids\x18\x04 \x03(\r\x12\x31\n\x06params\x18\x05 \x01(\x0b\x32!.pdserve.worker.v1.SamplingParams\x12\x13\n\x0bremaining_s\x18\x06 \x01(\x01\x12\x10\n\x08grant_id\x18\x07 \x01(\t\x12\x12\n\nhandoff_id\x18\x08 \x01(\t\x12*\n\x04peer\x18\t \x01(\x0b\x32\x17.pdserve.worker.v1.PeerH\x00\x88\x01\x01\x12\x0e\n\x06tenant\x18\n \x01(\t\x12\x10\n\x08priority\x18\x0b \x01(\t\x12\x1c\n\x0f\x65xpected_tokens\x18\x0c \x01(\rH\x01\x88\x01\x01\x42\x07\n\x05_peerB\x12\n\x10_expected_tokens\"`\n\x08\x41\x62ortLeg\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.pdserve.worker.v1.LegKey\x12,\n\x05\x63\x61use\x18\x02 \x01(\x0e\x32\x1d.pdserve.worker.v1.AbortCause\"I\n\x0bRouterHello\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x12\n\nnext_batch\x18\x03 \x01(\x04\"m\n\x08Redirect\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.pdserve.worker.v1.LegKey\x12\x12\n\nhandoff_id\x18\x02 \x01(\t\x12%\n\x04peer\x18\x03 \x01(\x0b\x32\x17.pdserve.worker.v1.Peer\"\x95\x02\n\rRouterMessage\x12/\n\x05hello\x18\x01 \x01(\x0b\x32\x1e.pdserve.worker.v1.RouterHelloH\x00\x12\'\n\x05start\x18\x02 \x01(\x0b\x32\x16.pdserve.worker.v1.LegH\x00\x12,\n\x05\x61\x62ort\x18\x03 \x01(\x0b\x32\x1b.pdserve.worker.v1.AbortLegH\x00\x12/\n\x08redirect\x18\x04 \x01(\x0b\x32\x1b.pdserve.worker.v1.RedirectH\x00\x12\x14\n\nnext_batch\x18\x05 \x01(\x04H\x00\x12-\n\x07goodbye\x18\x06 \x01(\x0b\x32\x1a.pdserve.worker.v1.GoodbyeH\x00\x42\x06\n\x04kind\"\t\n\x07Goodbye\"\x9d\x01\n\x05Token\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.pdserve.worker.v1.LegKey\x12\x14\n\x0coutput_index\x18\x02 \x01(\r\x12\x10\n\x08token_id\x18\x03 \x01(\r\x12\x37\n\x08logprobs\x18\x04 \x01(\x0b\x32 .pdserve.worker.v1.TokenLogprobsH\x00\x88\x01\x01\x42\x0b\n\t_logprobs\"\xe9\x01\n\x08LegTimes\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tcompute_s\x18\x02 \x01(\x01\x12\x16\n\x0ereserve_wait_s\x18\x03 \x01(\x01\x12\x12\n\ntransfer_s\x18\x04 \x01(\x01\x12\x11\n\texposed_s\x18\x05 \x01(\x01\x12\x16\n\x0etransfer_bytes\x18\x06 \x01(\x04\x12\x11\n\tnum_steps\x18\x07 \x01(\x04\x12\x1b\n\x13num_computed_tokens\x18\x08 \x01(\x04\x12\x19\n\x11num_cached_tokens\x18\t \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\n \x01(\x04\"\xcc\x01\n\x06LegEnd\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.pdserve.worker.v1.LegKey\x12\x36\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x1f.pdserve.worker.v1.FinishReason\x12,\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x18.pdserve.worker.v1.ErrorH\x00\x88\x01\x01\x12*\n\x05times\x18\x04 \x01(\x0b\x32\x1b.pdserve.worker.v1.LegTimesB\x08\n\x06_error\"\x85\x01\n\rExportWaiting\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.pdserve.worker.v1.LegKey\x12\x12\n\nhandoff_id\x18\x02 \x01(\t\x12\'\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x18.pdserve.worker.v1.Error\x12\x0f\n\x07lease_s\x18\x04 \x01(\x01\"z\n\x0ePromptLogprobs\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.pdserve.worker.v1.LegKey\x12\r\n\x05start\x18\x02 \x01(\r\x12\x31\n\x07\x65ntries\x18\x03 \x03(\x0b\x32 .pdserve.worker.v1.TokenLogprobs\"-\n\x04\x42\x65\x61t\x12\x11\n\tnum_steps\x18\x01 \x01(\x04\x12\x12\n\npatience_s\x18\x02 \x01(\x01\"\x90\x02\n\nTokenBatch\x12(\n\x06tokens\x18\x01 \x03(\x0b\x32\x18.pdserve.worker.v1.Token\x12\'\n\x04\x65nds\x18\x02 \x03(\x0b\x32\x19.pdserve.worker.v1.LegEnd\x12\x31\n\x07waiting\x18\x03 \x03(\x0b\x32 .pdserve.worker.v1.ExportWaiting\x12\x0e\n\x06number\x18\x04 \x01(\x04\x12\x11\n\tnum_taken\x18\x05 \x01(\x04\x12%\n\x04\x62\x65\x61t\x18\x06 \x01(\x0b\x32\x17.pdserve.worker.v1.Beat\x12\x32\n\x07prompts\x18\x07 \x03(\x0b\x32!.pdserve.worker.v1.PromptLogprobs\"\xad\x01\n\x08KVLayout\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x06 \x01(\t\x12\x13\n\x0bshard_index\x18\x07 \x01(\r\x12\x12\n\nnum_shards\x18\x08 \x01(\r\"\x7f\n\tLinkHello\x12\'\n\x06sender\x18\x01 \x01(\x0b\x32\x17.pdserve.worker.v1.Peer\x12\x1c\n\x14receiver_incarnation\x18\x02 \x01(\t\x12+\n\x06layout\x18\x03 \x01(\x0b\x32\x1b.pdserve.worker.v1.KVLayout\"!\n\x0bLinkWelcome\x12\x12\n\nlink_epoch\x18\x01 \x01(\x04\"(\n\nStoreEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\"\x82\x01\n\x05Offer\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12&\n\x03key\x18\x02 \x01(\x0b\x32\x19.pdserve.worker.v1.LegKey\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x15\n\ris_redirected\x18\x05 \x01(\x08\"\x1c\n\x06\x43redit\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\"\x1c\n\x06\x43ommit\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\"`\n\x0c\x41\x62ortHandoff\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12,\n\x05\x63\x61use\x18\x02 \x01(\x0e\x32\x1d.pdserve.worker.v1.AbortCause\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\"\x9e\x01\n\x0cTransferLock\x12\x32\n\x04word\x18\x01 \x01(\x0e\x32$.pdserve.worker.v1.TransferLock.Word\"Z\n\x04Word\x12\x14\n\x10WORD_UNSPECIFIED\x10\x00\x12\x0c\n\x08WORD_ASK\x10\x01\x12\x10\n\x0cWORD_GRANTED\x10\x02\x12\r\n\tWORD_BUSY\x10\x03\x12\r\n\tWORD_FREE\x10\x04\"\xa3\x03\n\x0bLinkMessage\x12-\n\x05hello\x18\x01 \x01(\x0b\x32\x1c.pdserve.worker.v1.LinkHelloH\x00\x12\x31\n\x07welcome\x18\x02 \x01(\x0b\x32\x1e.pdserve.worker.v1.LinkWelcomeH\x00\x12.\n\x05store\x18\x03 \x01(\x0b\x32\x1d.pdserve.worker.v1.StoreEntryH\x00\x12)\n\x05offer\x18\x04 \x01(\x0b\x32\x18.pdserve.worker.v1.OfferH\x00\x12+\n\x06\x63redit\x18\x05 \x01(\x0b\x32\x19.pdserve.worker.v1.CreditH\x00\x12\x12\n\x08manifest\x18\x06 \x01(\x0cH\x00\x12+\n\x06\x63ommit\x18\x07 \x01(\x0b\x32\x19.pdserve.worker.v1.CommitH\x00\x12\x30\n\x05\x61\x62ort\x18\x08 \x01(\x0b\x32\x1f.pdserve.worker.v1.AbortHandoffH\x00\x12/\n\x04lock\x18\t \x01(\x0b\x32\x1f.pdserve.worker.v1.TransferLockH\x00\x42\x06\n\x04kind*b\n\x07LegKind\x12\x18\n\x14LEG_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10LEG_KIND_PREFILL\x10\x01\x12\x13\n\x0fLEG_KIND_DECODE\x10\x02\x12\x12\n\x0eLEG_KIND_LOCAL\x10\x03*\xd8\x01\n\nAbortCause\x12\x1b\n\x17\x41\x42ORT_CAUSE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x41\x42ORT_CAUSE_FINISHED\x10\x01\x12\x17\n\x13\x41\x42ORT_CAUSE_STOPPED\x10\x02\x12\x19\n\x15\x41\x42ORT_CAUSE_CANCELLED\x10\x03\x12\x17\n\x13\x41\x42ORT_CAUSE_REFUSED\x10\x04\x12\x18\n\x14\x41\x42ORT_CAUSE_DEADLINE\x10\x05\x12\x15\n\x11\x41\x42ORT_CAUSE_LEASE\x10\x06\x12\x15\n\x11\x41\x42ORT_CAUSE_FAULT\x10\x07*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xa3\x01\n\x06Worker\x12M\n\x06\x41ttach\x12 .pdserve.worker.v1.RouterMessage\x1a\x1d.pdserve.worker.v1.TokenBatch(\x01\x30\x01\x12J\n\x04Link\x12\x1e.pdserve.worker.v1.LinkMessage\x1a\x1e.pdserve.worker.v1.LinkMessage(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'cluster.wire.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LEGKIND']._serialized_start=4231
-  _globals['_LEGKIND']._serialized_end=4329
-  _globals['_ABORTCAUSE']._serialized_start=4332
-  _globals['_ABORTCAUSE']._serialized_end=4548
-  _globals['_FINISHREASON']._serialized_start=4550
-  _globals['_FINISHREASON']._serialized_end=4645
+  _globals['_LEGKIND']._serialized_start=4213
+  _globals['_LEGKIND']._serialized_end=4311
+  _globals['_ABORTCAUSE']._serialized_start=4314
+  _globals['_ABORTCAUSE']._serialized_end=4530
+  _globals['_FINISHREASON']._serialized_start=4532
+  _globals['_FINISHREASON']._serialized_end=4627
   _globals['_ERROR']._serialized_start=48
   _globals['_ERROR']._serialized_end=135
   _globals['_LEGKEY']._serialized_start=137
@@ -58,47 +58,47 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ROUTERHELLO']._serialized_start=1295
   _globals['_ROUTERHELLO']._serialized_end=1368
   _globals['_REDIRECT']._serialized_start=1370
-  _globals['_REDIRECT']._serialized_end=1497
-  _globals['_ROUTERMESSAGE']._serialized_start=1500
-  _globals['_ROUTERMESSAGE']._serialized_end=1777
-  _globals['_GOODBYE']._serialized_start=1779
-  _globals['_GOODBYE']._serialized_end=1788
-  _globals['_TOKEN']._serialized_start=1791
-  _globals['_TOKEN']._serialized_end=1948
-  _globals['_LEGTIMES']._serialized_start=1951
-  _globals['_LEGTIMES']._serialized_end=2184
-  _globals['_LEGEND']._serialized_start=2187
-  _globals['_LEGEND']._serialized_end=2391
-  _globals['_EXPORTWAITING']._serialized_start=2394
-  _globals['_EXPORTWAITING']._serialized_end=2527
-  _globals['_PROMPTLOGPROBS']._serialized_start=2529
-  _globals['_PROMPTLOGPROBS']._serialized_end=2651
-  _globals['_BEAT']._serialized_start=2653
-  _globals['_BEAT']._serialized_end=2698
-  _globals['_TOKENBATCH']._serialized_start=2701
-  _globals['_TOKENBATCH']._serialized_end=2973
-  _globals['_KVLAYOUT']._serialized_start=2976
-  _globals['_KVLAYOUT']._serialized_end=3149
-  _globals['_LINKHELLO']._serialized_start=3151
-  _globals['_LINKHELLO']._serialized_end=3278
-  _globals['_LINKWELCOME']._serialized_start=3280
-  _globals['_LINKWELCOME']._serialized_end=3313
-  _globals['_STOREENTRY']._serialized_start=3315
-  _globals['_STOREENTRY']._serialized_end=3355
-  _globals['_OFFER']._serialized_start=3358
-  _globals['_OFFER']._serialized_end=3488
-  _globals['_CREDIT']._serialized_start=3490
-  _globals['_CREDIT']._serialized_end=3518
-  _globals['_COMMIT']._serialized_start=3520
-  _globals['_COMMIT']._serialized_end=3548
-  _globals['_ABORTHANDOFF']._serialized_start=3550
-  _globals['_ABORTHANDOFF']._serialized_end=3646
-  _globals['_TRANSFERLOCK']._serialized_start=3649
-  _globals['_TRANSFERLOCK']._serialized_end=3807
-  _globals['_TRANSFERLOCK_WORD']._serialized_start=3717
-  _globals['_TRANSFERLOCK_WORD']._serialized_end=3807
-  _globals['_LINKMESSAGE']._serialized_start=3810
-  _globals['_LINKMESSAGE']._serialized_end=4229
-  _globals['_WORKER']._serialized_start=4648
-  _globals['_WORKER']._serialized_end=4811
+  _globals['_REDIRECT']._serialized_end=1479
+  _globals['_ROUTERMESSAGE']._serialized_start=1482
+  _globals['_ROUTERMESSAGE']._serialized_end=1759
+  _globals['_GOODBYE']._serialized_start=1761
+  _globals['_GOODBYE']._serialized_end=1770
+  _globals['_TOKEN']._serialized_start=1773
+  _globals['_TOKEN']._serialized_end=1930
+  _globals['_LEGTIMES']._serialized_start=1933
+  _globals['_LEGTIMES']._serialized_end=2166
+  _globals['_LEGEND']._serialized_start=2169
+  _globals['_LEGEND']._serialized_end=2373
+  _globals['_EXPORTWAITING']._serialized_start=2376
+  _globals['_EXPORTWAITING']._serialized_end=2509
+  _globals['_PROMPTLOGPROBS']._serialized_start=2511
+  _globals['_PROMPTLOGPROBS']._serialized_end=2633
+  _globals['_BEAT']._serialized_start=2635
+  _globals['_BEAT']._serialized_end=2680
+  _globals['_TOKENBATCH']._serialized_start=2683
+  _globals['_TOKENBATCH']._serialized_end=2955
+  _globals['_KVLAYOUT']._serialized_start=2958
+  _globals['_KVLAYOUT']._serialized_end=3131
+  _globals['_LINKHELLO']._serialized_start=3133
+  _globals['_LINKHELLO']._serialized_end=3260
+  _globals['_LINKWELCOME']._serialized_start=3262
+  _globals['_LINKWELCOME']._serialized_end=3295
+  _globals['_STOREENTRY']._serialized_start=3297
+  _globals['_STOREENTRY']._serialized_end=3337
+  _globals['_OFFER']._serialized_start=3340
+  _globals['_OFFER']._serialized_end=3470
+  _globals['_CREDIT']._serialized_start=3472
+  _globals['_CREDIT']._serialized_end=3500
+  _globals['_COMMIT']._serialized_start=3502
+  _globals['_COMMIT']._serialized_end=3530
+  _globals['_ABORTHANDOFF']._serialized_start=3532
+  _globals['_ABORTHANDOFF']._serialized_end=3628
+  _globals['_TRANSFERLOCK']._serialized_start=3631
+  _globals['_TRANSFERLOCK']._serialized_end=3789
+  _globals['_TRANSFERLOCK_WORD']._serialized_start=3699
+  _globals['_TRANSFERLOCK_WORD']._serialized_end=3789
+  _globals['_LINKMESSAGE']._serialized_start=3792
+  _globals['_LINKMESSAGE']._serialized_end=4211
+  _globals['_WORKER']._serialized_start=4630
+  _globals['_WORKER']._serialized_end=4793
 # @@protoc_insertion_point(module_scope)

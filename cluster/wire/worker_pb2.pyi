@@ -421,10 +421,8 @@ class Redirect(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KEY_FIELD_NUMBER: _builtins.int
-    GRANT_ID_FIELD_NUMBER: _builtins.int
     HANDOFF_ID_FIELD_NUMBER: _builtins.int
     PEER_FIELD_NUMBER: _builtins.int
-    grant_id: _builtins.str
     handoff_id: _builtins.str
     @_builtins.property
     def key(self) -> Global___LegKey: ...
@@ -434,13 +432,12 @@ class Redirect(_message.Message):
         self,
         *,
         key: Global___LegKey | None = ...,
-        grant_id: _builtins.str = ...,
         handoff_id: _builtins.str = ...,
         peer: Global___Peer | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "peer", b"peer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grant_id", b"grant_id", "handoff_id", b"handoff_id", "key", b"key", "peer", b"peer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_id", b"handoff_id", "key", b"key", "peer", b"peer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

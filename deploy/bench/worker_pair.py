@@ -60,7 +60,7 @@ class _Ends:
         for end in ends:
             self.next.set_result(end)
 
-    def on_worker_lost(self, peer: Peer, reason: str) -> None:
+    def on_worker_lost(self, peer: Peer, reason: str, *, is_alive: bool = False) -> None:
         """Fail whoever waits."""
         if not self.next.done():
             error = WorkerLost(f"worker {peer.worker_id}: {reason}", worker_id=peer.worker_id)

@@ -198,7 +198,7 @@ async def test_a_request_goes_through_two_workers(world):
     assert p_end.times.transfer_bytes == 5 * LAYOUT.block_bytes
 
 
-async def test_a_refused_export_is_redirected_and_its_leg_answers_to_the_new_grant(world):
+async def test_a_refused_export_is_redirected_and_its_leg_stays_its_grants(world):
     """CASES P-20: over real links and threads; nothing is computed twice."""
     prefill = await world.start("p", "p-0")
     full, other = await world.start("d", "d-0"), await world.start("d", "d-1")
@@ -211,7 +211,7 @@ async def test_a_refused_export_is_redirected_and_its_leg_answers_to_the_new_gra
     full._pool.release("someone")
     ids = {"handoff_id": "handoff-2", "grant_id": "grant-2"}
     other.legs.start_leg(make_leg(LegKind.DECODE, **ids), d_sink)
-    prefill.legs.redirect_leg(Redirect(key=KEY, peer=other.me, **ids))
+    prefill.legs.redirect_leg(Redirect(key=KEY, peer=other.me, handoff_id="handoff-2"))
     assert (await p_sink.end_of(KEY)).error is None
     assert (await d_sink.end_of(KEY)).finish_reason is FinishReason.LENGTH
     assert d_sink.output() == expected_tokens("r", 6)
@@ -225,15 +225,15 @@ async def test_a_redirect_that_cannot_be_followed_ends_its_leg(world):
     bad = (
         {"handoff_id": "", "peer": nobody},
         {"handoff_id": "h", "peer": prefill.me},
-        {"handoff_id": "h", "grant_id": "g" * 200, "peer": nobody},
+        {"handoff_id": "h" * 200, "peer": nobody},
     )
     for number, fields in enumerate(bad):
         sink, key = Sink(), make_key(f"r{number}")
         prefill.legs.start_leg(make_leg(LegKind.PREFILL, key.request_id, nobody), sink)
         await sink.until(lambda sink: sink.waiting)
-        prefill.legs.redirect_leg(Redirect(**{"key": key, "grant_id": "g", **fields}))
+        prefill.legs.redirect_leg(Redirect(key=key, **fields))
         assert isinstance((await sink.end_of(key)).error, HandoffFailed)
-    prefill.legs.redirect_leg(Redirect(key=KEY, grant_id="g", handoff_id="h", peer=nobody))
+    prefill.legs.redirect_leg(Redirect(key=KEY, handoff_id="h", peer=nobody))
 
 
 async def test_a_decode_leg_goes_on_by_another_handoff_until_it_has_its_kv(world):
@@ -248,7 +248,7 @@ async def test_a_decode_leg_goes_on_by_another_handoff_until_it_has_its_kv(world
     decode.legs.start_leg(make_leg(LegKind.DECODE, **ids), stranger)
     assert isinstance(stranger.ends[KEY].error, InvalidRequest)
     decode.legs.start_leg(make_leg(LegKind.DECODE, **ids), d_sink)
-    prefill.legs.redirect_leg(Redirect(key=KEY, peer=decode.me, **ids))
+    prefill.legs.redirect_leg(Redirect(key=KEY, peer=decode.me, handoff_id="handoff-2"))
     assert (await d_sink.end_of(KEY)).finish_reason is FinishReason.LENGTH
     assert d_sink.output() == expected_tokens("r", 6)
     assert (await p_sink.end_of(KEY)).error is None

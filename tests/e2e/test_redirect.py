@@ -1,4 +1,7 @@
-"""A decode worker that is lost or stands still: what was computed for it is not computed again."""
+"""A decode worker that is lost or stands still: what was computed for it is not computed again.
+
+And a router that stands still: it blames nobody for what its absence cost.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import httpx
 import pytest
 
 from cluster.config import Role
-from tests.e2e.plain_cluster import make_config
+from tests.e2e.plain_cluster import make_config, wait_until
 from tests.e2e.process_cluster import fault, process_cluster
 from tests.e2e.streams import Prompts
 
@@ -166,3 +169,26 @@ def test_a_decode_worker_that_stands_still_in_mid_stream_is_replaced(cluster, pr
         late.wait_end()
         prompts.check(3, late)
     cluster.wait_quiet()
+
+
+def test_a_router_that_was_away_during_a_handoff_blames_no_worker(tiny_llama, tmp_path, prompts):
+    """Both workers have given it up meanwhile; a request ends with the second worker that dies."""
+    config = make_config(tiny_llama, {"prefill": (Role.PREFILL, 2), "decode": (Role.DECODE, 2)})
+    with process_cluster(config, tiny_llama, tmp_path) as cluster:
+        for name in DECODES:
+            cluster.faults(name).set(fault("hold", "data.received"))
+        stream = prompts.stream(cluster.grpc, 0, deadline_s=30)
+        stream.wait_tokens(1)
+        holder_of(cluster)
+        with cluster.stopped("router-0"):
+            wait_until(
+                lambda: not any(w.report.held_grants for w in cluster.view().workers),
+                15,
+                "the workers wait for it",
+            )
+        for name in DECODES:
+            cluster.faults(name).clear()
+        stream.wait_end(30)
+        prompts.check(0, stream)
+        assert cluster.metrics().total("pdserve_requests_resumed_total") == 1
+        cluster.wait_quiet()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import pickle  # noqa: TID251 (to throw one)
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
@@ -13,7 +15,7 @@ import pytest
 
 from cluster.config import Role
 from cluster.errors import HandoffFailed, PdserveError, WorkerLost
-from cluster.handoff import AbortHandoff, Commit, Offer
+from cluster.handoff import AbortHandoff, Commit, ManifestBytes, Offer
 from cluster.kv.layout import KVLayout
 from cluster.request import LegKey, Peer
 from cluster.rpc.link_dialer import LinkDialer
@@ -59,6 +61,7 @@ class Stranger:
         )
         self.heard: list[object] = []
         self.changed = asyncio.Event()
+        self.lost = asyncio.Event()
         self._dialer = LinkDialer(
             me=Peer(worker_id="stranger", incarnation="1", address=""),
             layout=changes.pop("layout", self.layout),
@@ -71,7 +74,7 @@ class Stranger:
         self.changed.set()
 
     def on_link_lost(self, link, reason: str) -> None:
-        self.changed.set()
+        self.lost.set()
 
     @contextlib.asynccontextmanager
     async def link(self):
@@ -159,6 +162,38 @@ async def test_an_offer_that_no_leg_asked_for_gets_no_memory(cluster):
         assert report.blocks.importing == 0
         refused = await stranger.until_heard(AbortHandoff)
     assert refused.handoff_id == "forged"
+
+
+class Canary:
+    """What a pickle of it does when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+async def test_a_pickle_is_read_by_nobody(cluster, tmp_path):
+    """CASES S-01, S-02: thrown at every port, and sent where a manifest is due."""
+    canary = pickle.dumps(Canary(tmp_path / "canary"))
+    host, ports = cluster.config.endpoints.host, set(cluster.ports.values())
+    endpoints = cluster.config.endpoints
+    ports |= {endpoints.http_port, endpoints.grpc_port, endpoints.control_port}
+    for port in ports:
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(canary)
+        writer.write_eof()
+        with contextlib.suppress(ConnectionError):
+            await asyncio.wait_for(reader.read(), 10)
+        writer.close()
+    stranger = await stranger_of(cluster)
+    async with stranger.link() as link:
+        link.signal(ManifestBytes(payload=canary))
+        await asyncio.wait_for(stranger.lost.wait(), 10)
+    assert not (tmp_path / "canary").exists()
+    pickle.loads(canary)  # noqa: S301 (the bird does sing where it is read)
+    assert (tmp_path / "canary").exists()
 
 
 async def test_an_old_incarnation_and_another_layout_get_no_link(cluster):

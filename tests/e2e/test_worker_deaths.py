@@ -10,7 +10,7 @@ import pytest
 
 from cluster.config import Role
 from deploy.bench.victims import Footprint
-from tests.e2e.plain_cluster import make_config, with_pool
+from tests.e2e.plain_cluster import make_config, wait_until, with_pool
 from tests.e2e.process_cluster import CONTROL, fault, process_cluster
 from tests.e2e.streams import Prompts
 
@@ -164,9 +164,9 @@ def test_twenty_restarts_at_the_same_address_leave_nothing_behind(tiny_llama, tm
                 ("prefill-0", ("decode-0", "router-0", CONTROL)),
                 ("decode-0", ("prefill-0", "router-0", CONTROL)),
             ):
-                _restart(cluster, victim, 4)
+                _restart(cluster, victim, 4, background)
                 warm = footprints(cluster, others)
-                seen = _restart(cluster, victim, 16)
+                seen = _restart(cluster, victim, 16, background)
                 assert len(seen) == 16, "an incarnation came twice"
                 _check_flat(warm, footprints(cluster, others))
                 assert _timed(cluster, prompts) <= normal_s + 1.0
@@ -188,13 +188,19 @@ def _timed(cluster, prompts: Prompts) -> float:
     return stream.seconds
 
 
-def _restart(cluster, name: str, times: int) -> set[str]:
-    """Kill a worker and start it at the same address, so often; its incarnations."""
+def _restart(cluster, name: str, times: int, background: Background) -> set[str]:
+    """Kill a worker and start it at the same address, so often; its incarnations.
+
+    Whoever was being served goes on meanwhile, and is through before the next one dies: a request
+    that has killed two workers is not tried again.
+    """
     seen = set()
     for _ in range(times):
+        num_ended = len(background.ended)
         cluster.kill(name)
         cluster.restart(name)
         cluster.wait_whole()
+        wait_until(lambda n=num_ended: len(background.ended) > n, 10, "nothing is served")
         seen |= incarnations(cluster, cluster.pools[name].role)
     return seen
 

@@ -200,7 +200,7 @@ class World:
                 del side.sink.tokens[at]
         d.decode.start_leg(self.leg(LegKind.DECODE, key.request_id, handoff_id), d.sink)
         self.p.prefill.redirect_leg(
-            Redirect(key=key, handoff_id=handoff_id, grant_id="g", peer=d.me)
+            Redirect(key=key, handoff_id=handoff_id, peer=d.me)
         )
 
     def disturb(self) -> None:

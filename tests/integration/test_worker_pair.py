@@ -104,7 +104,7 @@ class RouterView:
         for end in ends:
             self.router.end_of(self.worker_id, end.key).set_result(end)
 
-    def on_worker_lost(self, peer, reason):
+    def on_worker_lost(self, peer, reason, *, is_alive=False):
         self.router.lost.set_result((peer, reason))
 
 

@@ -301,6 +301,10 @@ class FakeWorker:
     def die(self) -> None:
         self.events.on_worker_lost(self.peer, "killed")
 
+    def give_up(self) -> None:
+        """Have nothing more of the router, which was away for too long."""
+        self.events.on_worker_lost(self.peer, "no such attach is here", is_alive=True)
+
 
 class FakeCluster:
     """A router's whole outside: the route and all worker connections it makes."""

@@ -52,7 +52,7 @@ async def test_a_refused_export_goes_to_another_decode_worker(first):
     assert (leg.kind, leg.key, leg.output_ids) == (LegKind.DECODE, prefill.legs[0].key, ())
     assert redirect.key == leg.key
     assert redirect.handoff_id == leg.handoff_id == "h2"
-    assert redirect.grant_id == leg.grant_id == "g1"
+    assert leg.grant_id == "g1"
     assert redirect.peer == second.peer
     assert len(prefill.legs) == 1
 

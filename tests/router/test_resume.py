@@ -185,6 +185,28 @@ async def test_the_second_dead_worker_ends_it():
     await finished(service, cluster)
 
 
+async def test_a_router_that_was_away_blames_no_worker():
+    """Both have given it up meanwhile, with the legs that they had; neither has died."""
+    cluster = FakeCluster()
+    cluster.route.pairs = [("p0", "d0"), ("p1", "d1")]
+    service = make_router(cluster)
+    generation = await start(cluster, service, max_tokens=3)
+    prefill, decode = await cluster.started("p0", "d0")
+    prefill.say(A)
+    prefill.give_up()
+    decode.give_up()
+    prefill, decode = await cluster.started("p1", "d1")
+    prefill.say(B, start=1, ends=True)
+    decode.say(B, start=1)
+    decode.die()
+    await until(lambda: len(cluster.connections) == 6)
+    await until(lambda: cluster.worker("d0").legs)
+    cluster.worker("p0").say(C, start=2, finish=FinishReason.LENGTH)
+    text, _, finish = await read(generation)
+    assert (text, finish.num_resumed) == ("abc", 2)
+    await finished(service, cluster)
+
+
 async def test_failures_count_in_a_row():
     """Three in a row end it; a new token between them starts the count anew."""
     cluster = FakeCluster()

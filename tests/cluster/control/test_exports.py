@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from cluster.control.decisions import AbortLegs
 from cluster.control.facts import BlockCounts, ExportRef
 from cluster.control.planner import Planner
 from cluster.errors import HandoffFailed
@@ -291,3 +292,52 @@ def test_no_circle_of_waits_between_the_pools(seed):
     assert pinned.num_redirected > 5
     view = pinned.story.view()
     assert (view.num_waiting, view.num_granted, view.links) == (0, 0, ())
+
+
+def test_a_report_before_a_second_redirect_does_not_end_its_transfer():
+    story = Story(*two_pools(slots=8), counts={"decode": 3})
+    (first,) = grants(story.want())
+    refused(story, first)
+    (second,) = grants(story.want(attempt=1, export=export_of(first)))
+    story.report("prefill-0", first.grant_id)
+    story.report(second.decode.worker_id, second.grant_id)
+    story.report(second.decode.worker_id)  # refused too
+    (third,) = grants(story.want(attempt=2, export=export_of(first)))
+    story.report("prefill-0", first.grant_id)
+    assert sum(link.in_flight_bytes for link in story.view().links) > 0
+    (fourth,) = grants(story.want(attempt=3, export=export_of(first)))
+    assert third.grant_id not in story.entry(third.decode.worker_id).charges
+    assert fourth.grant_id in story.entry(fourth.decode.worker_id).charges
+
+
+def test_the_first_grant_lives_as_long_as_those_for_its_export():
+    """Its prefill leg has ended, and the request runs on."""
+    story = Story(*two_pools(slots=8), counts={"decode": 2})
+    (first,) = grants(story.want())
+    refused(story, first)
+    (second,) = grants(story.want(attempt=1, export=export_of(first)))
+    story.report("prefill-0")
+    for _ in range(60):
+        story.now += 0.5
+        for worker_id in story.workers:
+            held = [second.grant_id] if worker_id == second.decode.worker_id else []
+            story.report(worker_id, *held)
+        story.planner.tick(story.now)
+    assert story.view().num_granted == 2
+
+
+def test_a_redirected_prefill_leg_that_outlives_its_grants_is_aborted():
+    story = Story(*two_pools(slots=8), counts={"decode": 2})
+    (first,) = grants(story.want())
+    refused(story, first)
+    (second,) = grants(story.want(attempt=1, export=export_of(first)))
+    story.report("prefill-0", first.grant_id)
+    story.done(first)
+    story.done(second, 4)
+    said = []
+    for _ in range(10):
+        story.now += 0.5
+        for worker_id in story.workers:
+            story.report(worker_id, *([first.grant_id] if worker_id == "prefill-0" else []))
+        said += story.planner.tick(story.now)
+    assert {order.grant_id for order in said if isinstance(order, AbortLegs)} == {first.grant_id}

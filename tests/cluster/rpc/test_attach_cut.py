@@ -197,6 +197,7 @@ async def test_a_router_that_comes_back_too_late_has_lost_the_worker(attached, m
     await attached_is_lost(attached, cable)
     _, reason = await soon(events.lost)
     assert reason
+    assert events.is_alive, "it said that it has nothing of this router"
     # The same router may attach anew.
     client, events = attached.client(wire=cable)
     await client.start_leg(make_leg())
@@ -220,6 +221,7 @@ async def test_a_worker_that_is_gone_is_lost_at_once(attached):
     stopped_at = loop.time()
     await attached.server.stop(0)
     await soon(events.lost)
+    assert not events.is_alive
     assert loop.time() - stopped_at < 0.9
 
 

@@ -118,7 +118,7 @@ async def test_legs_and_redirects_pass_too():
     legs, switch = Legs(), FaultSwitch()
     faulty = FaultyLegs(legs, switch)
     switch.set([Fault(verb=Verb.HOLD, point=Point.REDIRECT)])
-    redirect = Redirect(key=make_key("a"), grant_id="g", handoff_id="h", peer=FakeLink.peer)
+    redirect = Redirect(key=make_key("a"), handoff_id="h", peer=FakeLink.peer)
     faulty.redirect_leg(redirect)
     faulty.abort_leg(redirect.key, AbortCause.CANCELLED)
     assert legs.heard == []
