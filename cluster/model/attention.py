@@ -87,7 +87,8 @@ class PagedStep:
     """Where the step's own K and V go; of ``PagedCache.slot_index``."""
     decodes: tuple[DecodeGroup, ...]
     prompts: tuple[PromptShare, ...]
-    _masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
+    _masks: dict[tuple[int | None, ...], Tensor] = field(default_factory=dict)
+    """All layers use the same ones."""
 
     def attend(
         self, layer: int, q_HnD: Tensor, k_HnD: Tensor, v_HnD: Tensor, options: AttentionOptions
@@ -107,7 +108,7 @@ class PagedStep:
                 k, v = k_HnD[:, span], v_HnD[:, span]
             else:
                 k, v = self._gather(layer, share.rows, 1, q_HnD.dtype)
-            _attend_prompt(q_HnD[:, span], k, v, share.start, options, out_nHD[span])
+            self._attend_prompt(q_HnD[:, span], (k, v), share.start, options, out_nHD[span])
         return out_nHD
 
     def _gather(
@@ -141,6 +142,60 @@ class PagedStep:
             if options.sliding_window is not None:
                 is_hidden |= positions < ends - options.sliding_window
             self._masks[key] = _additive(is_hidden, scores.dtype)[:, None]
+        return self._masks[key]
+
+    def _attend_prompt(
+        self,
+        q_HnD: Tensor,
+        kv_GTD: tuple[Tensor, Tensor],
+        start: int,
+        options: AttentionOptions,
+        out_nHD: Tensor,
+    ) -> None:
+        """Attend causally, a tile of queries at a time; ``k`` and ``v`` start at position 0.
+
+        A tile's keys are ``lo .. hi``, so that nothing wholly above the diagonal is computed::
+
+            position  0        lo             start+i0      hi = start+i1
+            keys      [ unseen |  seen by all  | triangle ][ not computed ]
+                       (window only)
+        """
+        k_GTD, v_GTD = kv_GTD
+        num_kv_heads, head_dim = k_GTD.shape[0], k_GTD.shape[2]
+        length = q_HnD.shape[1]
+        q = q_HnD.reshape(num_kv_heads, -1, length, head_dim)
+        out = out_nHD.view(length, num_kv_heads, -1, head_dim)
+        window = options.sliding_window
+        for i0 in range(0, length, _QUERY_TILE):
+            i1 = min(i0 + _QUERY_TILE, length)
+            hi = start + i1
+            lo = max(0, start + i0 + 1 - window) if window is not None else 0
+            q_tile = q[:, :, i0:i1].reshape(num_kv_heads, -1, head_dim)
+            scores = torch.bmm(q_tile, k_GTD[:, lo:hi].transpose(1, 2))
+            scores = _capped(scores.mul_(options.scaling), options.softcap)
+            tiled = scores.view(num_kv_heads, -1, i1 - i0, hi - lo)
+            if window is None:
+                triangle = self._causal_mask(i1 - i0, i1 - i0, 0, None, scores)
+                tiled[..., hi - lo - (i1 - i0) :].add_(triangle)
+            else:
+                offset = start + i0 - lo
+                tiled.add_(self._causal_mask(i1 - i0, hi - lo, offset, window, scores))
+            result = torch.bmm(_softmax(scores), v_GTD[:, lo:hi])
+            out[i0:i1] = result.view(num_kv_heads, -1, i1 - i0, head_dim).permute(2, 0, 1, 3)
+
+    def _causal_mask(
+        self, num_queries: int, num_keys: int, offset: int, window: int | None, like: Tensor
+    ) -> Tensor:
+        """Return ``[queries, keys]``: 0 where query i, at key ``offset + i``, sees key j, else
+        -inf; made once a step."""
+        key = (num_queries, num_keys, offset, window)
+        if key not in self._masks:
+            positions = torch.arange(num_queries, device=like.device)[:, None] + offset
+            keys = torch.arange(num_keys, device=like.device)
+            is_hidden = keys > positions
+            if window is not None:
+                is_hidden |= keys <= positions - window
+            self._masks[key] = _additive(is_hidden, like.dtype)
         return self._masks[key]
 
 
@@ -189,56 +244,6 @@ def _refuse_unknown(module: nn.Module, mask: Tensor | None, kwargs: dict[str, An
         # ``output_...`` asks for further results, which nobody reads.
         if value is not None and name not in _HARMLESS and not name.startswith("output_"):
             raise UnsupportedModel(f"the model's attention needs {name!r}, which is not supported")
-
-
-def _attend_prompt(
-    q_HnD: Tensor,
-    k_GTD: Tensor,
-    v_GTD: Tensor,
-    start: int,
-    options: AttentionOptions,
-    out_nHD: Tensor,
-) -> None:
-    """Attend causally, a tile of queries at a time; ``k`` and ``v`` start at position 0.
-
-    A tile's keys are ``lo .. hi``, so that nothing wholly above the diagonal is computed::
-
-        position  0        lo             start+i0      hi = start+i1
-        keys      [ unseen |  seen by all  | triangle ][ not computed ]
-                   (window only)
-    """
-    num_kv_heads, head_dim = k_GTD.shape[0], k_GTD.shape[2]
-    length = q_HnD.shape[1]
-    q = q_HnD.reshape(num_kv_heads, -1, length, head_dim)
-    out = out_nHD.view(length, num_kv_heads, -1, head_dim)
-    window = options.sliding_window
-    for i0 in range(0, length, _QUERY_TILE):
-        i1 = min(i0 + _QUERY_TILE, length)
-        hi = start + i1
-        lo = max(0, start + i0 + 1 - window) if window is not None else 0
-        q_tile = q[:, :, i0:i1].reshape(num_kv_heads, -1, head_dim)
-        scores = torch.bmm(q_tile, k_GTD[:, lo:hi].transpose(1, 2))
-        scores = _capped(scores.mul_(options.scaling), options.softcap)
-        tiled = scores.view(num_kv_heads, -1, i1 - i0, hi - lo)
-        if window is None:
-            triangle = _causal_mask(i1 - i0, i1 - i0, 0, None, scores)
-            tiled[..., hi - lo - (i1 - i0) :].add_(triangle)
-        else:
-            tiled.add_(_causal_mask(i1 - i0, hi - lo, start + i0 - lo, window, scores))
-        result = torch.bmm(_softmax(scores), v_GTD[:, lo:hi])
-        out[i0:i1] = result.view(num_kv_heads, -1, i1 - i0, head_dim).permute(2, 0, 1, 3)
-
-
-def _causal_mask(
-    num_queries: int, num_keys: int, offset: int, window: int | None, like: Tensor
-) -> Tensor:
-    """Return ``[queries, keys]``: 0 where query i, at key ``offset + i``, sees key j, else -inf."""
-    positions = torch.arange(num_queries, device=like.device)[:, None] + offset
-    keys = torch.arange(num_keys, device=like.device)
-    is_hidden = keys > positions
-    if window is not None:
-        is_hidden |= keys <= positions - window
-    return _additive(is_hidden, like.dtype)
 
 
 def _additive(is_hidden: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import httpx
 import psutil
 
 from cluster.control.facts import Health
@@ -60,6 +61,7 @@ class Victims:
 
     def __init__(self, doors: Doors) -> None:
         self._endpoints = doors.config.endpoints
+        self._ready_url = f"{doors.http}/health/ready"
         self._num_workers = sum(pool.count for pool in doors.config.pools)
 
     def view(self) -> ClusterView | None:
@@ -96,6 +98,17 @@ class Victims:
 
         wait_until(has_come, timeout_s, f"{dead.worker.worker_id} did not come back")
         return found[0]
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Return when the router that answers says that it can serve."""
+
+        def is_ready() -> bool:
+            try:
+                return httpx.get(self._ready_url, timeout=_ANSWER_S).is_success
+            except httpx.HTTPError:
+                return False
+
+        wait_until(is_ready, timeout_s, "no router is ready")
 
     def control_pid(self) -> int:
         """Return the pid of whoever listens on the control port."""
