@@ -199,9 +199,7 @@ class World:
             for at in [at for at in side.sink.tokens if at[0] == key]:
                 del side.sink.tokens[at]
         d.decode.start_leg(self.leg(LegKind.DECODE, key.request_id, handoff_id), d.sink)
-        self.p.prefill.redirect_leg(
-            Redirect(key=key, handoff_id=handoff_id, peer=d.me)
-        )
+        self.p.prefill.redirect_leg(Redirect(key=key, handoff_id=handoff_id, peer=d.me))
 
     def disturb(self) -> None:
         what = self.dice.random()
