@@ -264,7 +264,7 @@ def test_an_unsupported_model_is_refused_with_the_reason(starts, tmp_path):
     [
         ("limits.default_deadline=5", "limits.default_deadline", "default_deadline_s"),
         ("pools.decode.role=decoder", "pools.1.role", "decode"),
-        ("pools.decode.dtype=pf16", "pools.1.dtype", "bf16"),
+        ("pools.decode.dtype=pf16", "pools.1.dtype", "fp16"),
         ("scheduling.policy=fcfc", "scheduling.policy", "fcfs"),
     ],
 )
