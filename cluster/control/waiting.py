@@ -177,8 +177,8 @@ class WaitingQueue:
 
     @property
     def is_by_arrival(self) -> bool:
-        """Whether those of one group are in the order of their arrival."""
-        return self._ordering.policy is not Policy.SJF
+        """Whether those of one group are in the order of their arrival, whatever tier or tenant."""
+        return self._ordering.policy is Policy.FCFS and not self._ordering.is_fair
 
     def smallest(self, kind: Hashable) -> Needs:
         """Return the least prefill and the least decode room that any want of a kind needs."""
