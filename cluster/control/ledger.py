@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 WantKey = tuple[str, int]
 """(request_id, attempt)."""
 
-_MAX_REMEMBERED = 4096
+_MAX_REMEMBERED = 1024
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,7 +78,8 @@ class Ledger:
         """Of the worker with the longest context; None without workers."""
         self._by_want: dict[WantKey, str] = {}
         self._route_orders: dict[tuple[str, ...], int] = {}
-        self._done: OrderedDict[str, Mapping[str, Charge]] = OrderedDict()
+        self._done: OrderedDict[str, tuple[str, ...]] = OrderedDict()
+        """The workers of grants that ended lately."""
 
     def add_worker(self, registration: Registration, now: float) -> WorkerEntry:
         """Enter a worker, or keep the entry of the same incarnation.
@@ -189,7 +190,7 @@ class Ledger:
     def mark_done(self, record: GrantRecord, now: float) -> None:
         """Remember since when the legs that are still reported should be gone."""
         grant_id = record.grant.grant_id
-        self._done[grant_id] = record.charges
+        self._done[grant_id] = tuple(record.charges)
         if len(self._done) > _MAX_REMEMBERED:
             self._done.popitem(last=False)
         for entry in self._entries_of(record):
