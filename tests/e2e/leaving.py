@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import signal
 import socket
@@ -24,20 +25,24 @@ if TYPE_CHECKING:
     from cluster.config import DeployConfig
 
 NUM_BLOCKS = 64
-CHUNK_TOKENS = 4
+CHUNK_TOKENS = 6
 """So small that a prompt of some hundred tokens is being computed for a while."""
 READ_S = 30
+PATIENCE_S = 20.0
 
 
 def narrow_pair(model: Path) -> DeployConfig:
     """One prefill slot, two decode slots, and 64 blocks on each side.
 
-    All prompts begin alike, and each shall be computed for a while: no prefix is kept.
+    All prompts begin alike, and each shall be computed for a while: no prefix is kept. Whoever
+    waits for blocks does so for as long as a test looks on.
     """
     pools = {"prefill": (Role.PREFILL, 1), "decode": (Role.DECODE, 1)}
     config = make_config(
         model, pools, kv_tokens=16 * NUM_BLOCKS, max_num_seqs=2, prefix_cache=False
     )
+    limits = dataclasses.replace(config.limits, reserve_patience_s=PATIENCE_S)
+    config = dataclasses.replace(config, limits=limits)
     return with_pool(config, "prefill", max_num_seqs=1, chunk_tokens=CHUNK_TOKENS)
 
 
@@ -205,14 +210,14 @@ def in_wait_for_blocks(cluster: PlainCluster, door: Door) -> Iterator[Any]:
     """A call whose KV can't move, since a decode worker's other sequence grew meanwhile.
 
     The grant counted blocks that were free then. The prefill worker stands still until they are
-    not, so that its offer of 48 blocks comes when the other sequence holds more than 16 of 64.
+    not, so that its offer of 40 blocks comes when the other sequence holds more than 24 of 64.
     """
     holder = GrpcCall(cluster, 16, 900)
     holder.wait_num_tokens(3 * 16)
     with _standing_still(cluster, "prefill-0"):
-        call = door.call(cluster, 48 * 16, 4)
+        call = door.call(cluster, 40 * 16, 4)
         wait_until(lambda: cluster.view().num_granted == 2, 5, "no grant")
-        holder.wait_num_tokens(14 * 16)
+        holder.wait_num_tokens(22 * 16)
     wait_until(lambda: _is_held_up(cluster), 5, "it had blocks in time")
     yield call
     wait_until(lambda: report_of(cluster, "decode-0").num_waiting == 0, 2, "it still waits")
