@@ -13,6 +13,8 @@ import yaml
 
 from cluster import config_rules, config_tree
 from cluster.config_shape import (
+    DEFAULT_KV_TOKENS,
+    HEAD,
     MAX_TIER_CHARS,
     AuthConfig,
     Batching,
@@ -23,6 +25,7 @@ from cluster.config_shape import (
     FaultsConfig,
     Host,
     LimitsConfig,
+    LocalPrefill,
     ModelConfig,
     Policy,
     PoolConfig,
@@ -30,6 +33,7 @@ from cluster.config_shape import (
     Role,
     RouterConfig,
     SchedulingConfig,
+    SecurityConfig,
     TransportKind,
 )
 from cluster.errors import ConfigError
@@ -39,6 +43,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = [
+    "DEFAULT_KV_TOKENS",
+    "HEAD",
     "MAX_TIER_CHARS",
     "AuthConfig",
     "Batching",
@@ -49,6 +55,7 @@ __all__ = [
     "FaultsConfig",
     "Host",
     "LimitsConfig",
+    "LocalPrefill",
     "ModelConfig",
     "Policy",
     "PoolConfig",
@@ -56,6 +63,7 @@ __all__ = [
     "Role",
     "RouterConfig",
     "SchedulingConfig",
+    "SecurityConfig",
     "TransportKind",
     "from_tree",
     "load",

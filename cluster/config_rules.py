@@ -4,14 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
+import re
 from typing import TYPE_CHECKING
 
 from cluster import config_tree
-from cluster.config_shape import MAX_TIER_CHARS, Batching, Device, Dtype, Preemption, Role
+from cluster.config_shape import (
+    DEFAULT_KV_TOKENS,
+    HEAD,
+    MAX_TIER_CHARS,
+    Batching,
+    Device,
+    Dtype,
+    Host,
+    Preemption,
+    Role,
+    TransportKind,
+)
 from cluster.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cluster.config_shape import AuthConfig, DeployConfig, PoolConfig, SchedulingConfig
+    from cluster.config_shape import (
+        AuthConfig,
+        DeployConfig,
+        PoolConfig,
+        SchedulingConfig,
+        SecurityConfig,
+    )
 
 
 def check(config: DeployConfig) -> None:
@@ -24,7 +42,10 @@ def check(config: DeployConfig) -> None:
         raise ConfigError("pools: need a prefill and a decode pool, or a mixed one", field="pools")
     for pool in config.pools:
         _check_pool(pool)
+        _check_hardware(pool, config)
         _check_batching(pool, config.scheduling)
+        _check_swap(pool, config.scheduling)
+        _check_prefix(pool)
         if config.service_cores and not pool.cores:
             raise ConfigError(
                 f"pools.{pool.name}.cores: needed where service_cores is set",
@@ -37,25 +58,42 @@ def check(config: DeployConfig) -> None:
     _check_tiers(config.scheduling)
     _check_faults(config)
     _check_auth(config.auth)
-    _check_host(config.endpoints.host)
+    _check_security(config.security)
+    _check_address(config)
     ports = [getattr(config.endpoints, f"{door}_port") for door in ("http", "grpc", "control")]
     if any(not 0 < port < 65536 for port in ports) or len(set(ports)) != len(ports):
         raise ConfigError("endpoints: ports must be 1 to 65535 and differ", field="endpoints")
 
 
-def _check_host(host: str) -> None:
-    """Refuse every address that other machines can reach: nothing asks them who they are yet."""
-    if not _is_loopback(host):
+def _check_address(config: DeployConfig) -> None:
+    """Refuse an address that strangers reach, but one that is named, and only with a token."""
+    host, field = config.endpoints.host, "endpoints.host"
+    if is_loopback(host):
+        return
+    try:
+        address = None if host == HEAD else ipaddress.ip_address(host)
+    except ValueError as error:
         raise ConfigError(
-            f"endpoints.host: {host!r} is not a loopback address, and there are no cluster tokens "
-            "yet that would keep strangers out; use 127.0.0.1 and a proxy that authenticates",
-            field="endpoints.host",
+            f"{field}: {host!r} is not an IP address; use 127.0.0.1, or on a cluster head",
+            field=field,
+        ) from error
+    if address is not None and (address.is_unspecified or address.is_multicast):
+        raise ConfigError(
+            f"{field}: {host} is no address of one interface: use 127.0.0.1, or name the head "
+            "node's address in the cluster's network",
+            field=field,
+        )
+    if not config.security.has_token:
+        raise ConfigError(
+            f"{field}: {host} is not a loopback address, and without a cluster token strangers "
+            "could register as workers: set security.cluster_token_file, or use 127.0.0.1",
+            field=field,
         )
 
 
 def _check_faults(config: DeployConfig) -> None:
     """Refuse the fault seam on any address but loopback, whatever else may be allowed there."""
-    if config.faults.enabled and not _is_loopback(config.endpoints.host):
+    if config.faults.enabled and not is_loopback(config.endpoints.host):
         raise ConfigError(
             "faults.enabled: only with a loopback endpoints.host: whoever reaches a worker could "
             "break it",
@@ -71,7 +109,18 @@ def _check_auth(auth: AuthConfig) -> None:
         )
 
 
-def _is_loopback(host: str) -> bool:
+def _check_security(security: SecurityConfig) -> None:
+    path = "security.cluster_token_file"
+    if security.cluster_token_file and security.cluster_token_env:
+        raise ConfigError(f"{path}: security.cluster_token_env names the token already", field=path)
+    if security.cluster_token_file and not security.cluster_token_file.startswith("/"):
+        raise ConfigError(
+            f"{path}: must be an absolute path, since it is read on every node", field=path
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address; a name is none."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -79,11 +128,16 @@ def _is_loopback(host: str) -> bool:
 
 
 _MAX_TIERS = 16
+_LABEL_KEY = re.compile(r"([A-Za-z0-9.-]+/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+_LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 _POSITIVE = {
     "model": ("max_model_len",),
-    "scheduling": ("aging_s", "max_preemptions", "max_queue_requests", "run_ahead_tokens"),
+    "scheduling": (
+        "aging_s", "max_preemptions", "max_queue_requests", "max_queue_tokens", "run_ahead_tokens",
+        "tenant_queue_share", "local_prefill_tokens",
+    ),
     "router": ("replicas",),
-}
+}  # fmt: skip
 _POSITIVE_OF_POOL = (
     "count", "cores_per_worker", "block_size", "kv_tokens", "max_num_seqs", "token_budget",
 )  # fmt: skip
@@ -101,20 +155,57 @@ def _check_pool(pool: PoolConfig) -> None:
     if pool.dtype is Dtype.FP16 and pool.device is Device.CPU:
         field = f"{path}.dtype"
         raise ConfigError(f"{field}: fp16 weights are for device cuda", field=field)
+    if pool.token_budget < pool.max_num_seqs:
+        raise ConfigError(
+            f"{path}.token_budget: below {path}.max_num_seqs, so that decodes would wait",
+            field=f"{path}.token_budget",
+        )
     if not 0 <= pool.chunk_tokens <= pool.token_budget:
         raise ConfigError(
             f"{path}.chunk_tokens: {pool.chunk_tokens} is not between 0 and {path}.token_budget, "
             f"{pool.token_budget}",
             field=f"{path}.chunk_tokens",
         )
-    if pool.token_budget < pool.max_num_seqs:
-        raise ConfigError(
-            f"{path}.token_budget: below {path}.max_num_seqs, so that decodes would wait",
-            field=f"{path}.token_budget",
-        )
     if pool.cores and len(pool.cores) < pool.count * pool.cores_per_worker:
         raise ConfigError(
             f"{path}.cores: fewer than count x cores_per_worker", field=f"{path}.cores"
+        )
+
+
+def _check_hardware(pool: PoolConfig, config: DeployConfig) -> None:
+    path = f"pools.{pool.name}"
+    for name in ("cpus_per_worker", "gpus_per_worker", "cost_per_hour", "kv_bytes"):
+        if getattr(pool, name) < 0:
+            raise ConfigError(f"{path}.{name}: must not be below 0", field=f"{path}.{name}")
+    for key, value in pool.node_labels.items():
+        # Ray would read the rest as operators of a condition.
+        if not (_LABEL_KEY.fullmatch(key) and _LABEL_VALUE.fullmatch(value)):
+            raise ConfigError(
+                f"{path}.node_labels.{key}: {value!r} is no label: letters, digits, . _ and -",
+                field=f"{path}.node_labels.{key}",
+            )
+    if pool.gpus_per_worker > 1:
+        raise ConfigError(
+            f"{path}.gpus_per_worker: a worker computes on one GPU: raise count instead",
+            field=f"{path}.gpus_per_worker",
+        )
+    if pool.kv_bytes and pool.kv_tokens != DEFAULT_KV_TOKENS:
+        raise ConfigError(
+            f"{path}.kv_bytes: {path}.kv_tokens says it already", field=f"{path}.kv_bytes"
+        )
+    if pool.device is not Device.CUDA or config.host is not Host.RAY:
+        return
+    if not pool.gpus_per_worker:
+        raise ConfigError(
+            f"{path}.gpus_per_worker: device cuda needs a GPU, or a part of one",
+            field=f"{path}.gpus_per_worker",
+        )
+    is_pair = pool.role is not Role.MIXED
+    if is_pair and pool.gpus_per_worker < 1 and config.transport is TransportKind.TORCH_DIST:
+        raise ConfigError(
+            f"{path}.gpus_per_worker: NCCL cannot connect two workers on one GPU: use transport "
+            "auto, or role mixed",
+            field=f"{path}.gpus_per_worker",
         )
 
 
@@ -148,7 +239,37 @@ def _check_batching(pool: PoolConfig, scheduling: SchedulingConfig) -> None:
         _check_positive(f"{path}.batch_window_ms", pool.batch_window_ms)
 
 
+def _check_prefix(pool: PoolConfig) -> None:
+    if pool.prefix_shared and not pool.prefix_cache:
+        field = f"pools.{pool.name}.prefix_shared"
+        raise ConfigError(
+            f"{field}: there is nothing to share, pools.{pool.name}.prefix_cache is off",
+            field=field,
+        )
+
+
+def _check_swap(pool: PoolConfig, scheduling: SchedulingConfig) -> None:
+    field = f"pools.{pool.name}.swap_tokens"
+    if not pool.swap_tokens:
+        return
+    if scheduling.preemption is not Preemption.SWAP:
+        raise ConfigError(
+            f"{field}: for scheduling.preemption swap, and that is {scheduling.preemption.value}",
+            field=field,
+        )
+    _check_positive(field, pool.swap_tokens)
+    if pool.swap_tokens % pool.block_size:
+        raise ConfigError(
+            f"{field}: {pool.swap_tokens} is not a multiple of pools.{pool.name}.block_size, "
+            f"{pool.block_size}",
+            field=field,
+        )
+
+
 def _check_tiers(scheduling: SchedulingConfig) -> None:
+    if scheduling.tenant_queue_share > 1.0:
+        path = "scheduling.tenant_queue_share"
+        raise ConfigError(f"{path}: a part of the queue, at most 1", field=path)
     path, tiers = "scheduling.tiers", scheduling.tiers
     if not tiers or len(set(tiers)) != len(tiers) or len(tiers) > _MAX_TIERS:
         raise ConfigError(f"{path}: needs 1 to {_MAX_TIERS} names that differ", field=path)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cluster import config_tree
 
 MAX_TIER_CHARS = 32
 """Of a tier's name."""
+HEAD = "head"
+"""Instead of an address: the head node's."""
+DEFAULT_KV_TOKENS = 16384
+"""KV capacity of a worker for which the file names none."""
 
 
 class Role(enum.Enum):
@@ -67,6 +72,8 @@ class Preemption(enum.Enum):
     """Nothing: each has its prompt and max_tokens reserved before it starts."""
     RECOMPUTE = "recompute"
     """The youngest of the lowest tier gives them up, and is computed again later."""
+    SWAP = "swap"
+    """The same one gives them up, and its KV waits in CPU memory: nothing is computed again."""
 
 
 class Batching(enum.Enum):
@@ -77,6 +84,15 @@ class Batching(enum.Enum):
     """When the last batch has ended to its last member."""
     DYNAMIC = "dynamic"
     """As static, once the new batch is full or has collected for a window."""
+
+
+class LocalPrefill(enum.Enum):
+    """Whether decode workers prefill by themselves though there are prefill workers."""
+
+    AUTO = "auto"
+    """Short or well-cached prompts, where that is predicted to be cheaper."""
+    ALWAYS = "always"
+    NEVER = "never"
 
 
 class Host(enum.Enum):
@@ -112,16 +128,27 @@ class PoolConfig:
     cores: tuple[int, ...] = ()
     """CPU cores to take from, ``cores_per_worker`` each; empty: the workers are not pinned."""
     cores_per_worker: int = 1
+    cpus_per_worker: float = 0.0
+    """CPUs that Ray sets aside for a worker; 0: it is placed by the rest alone."""
     gpus_per_worker: float = 0.0
+    """GPUs that Ray sets aside for a worker: one, or a part of one that others share."""
+    accelerator_type: str = ""
+    """Ray's word for the hardware that the workers need, like H100; empty: any."""
+    node_labels: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Labels that a node has to have."""
+    cost_per_hour: float = 0.0
+    """Of one worker, in whatever currency all pools use."""
     block_size: int = 16
     """Tokens per KV block."""
-    kv_tokens: int = 16384
+    kv_tokens: int = DEFAULT_KV_TOKENS
     """KV capacity of one worker, in tokens; a multiple of ``block_size``."""
+    kv_bytes: int = 0
+    """The same in bytes, where it is not given in tokens; turned into tokens for the model."""
     max_num_seqs: int = 8
     """Sequences that share a step."""
     token_budget: int = 2048
     """Tokens computed in one step at most."""
-    chunk_tokens: int = 0
+    chunk_tokens: int = 512
     """A prompt's share of a step at most; 0: the whole prompt, within the budget."""
     batching: Batching = Batching.CONTINUOUS
     batch_size: int = 0
@@ -130,11 +157,23 @@ class PoolConfig:
     """For how long a dynamic batch collects at most."""
     prefix_cache: bool = True
     """Keep the KV of ended sequences until its room is needed, for prompts that begin alike."""
+    prefix_shared: bool = False
+    """Whether tenants find one another's KV too: what is answered sooner then tells what others
+    have asked."""
+    swap_tokens: int = 0
+    """KV of preempted sequences that one worker keeps in CPU memory at most, in tokens, with
+    ``scheduling.preemption: swap``; 0: as much as ``kv_tokens``. What finds no room there is
+    computed again."""
 
     @property
     def num_blocks(self) -> int:
         """KV blocks of one worker."""
         return self.kv_tokens // self.block_size
+
+    @property
+    def num_swap_slots(self) -> int:
+        """Blocks that one worker's swap buffer holds, where there is one."""
+        return (self.swap_tokens or self.kv_tokens) // self.block_size
 
     @property
     def num_batch_slots(self) -> int:
@@ -162,10 +201,18 @@ class SchedulingConfig:
     """Whether tenants get fair shares of tokens within a tier."""
     preemption: Preemption = Preemption.RECOMPUTE
     max_preemptions: int = 3
-    """Of one sequence; it is then computed again only with room for all that may come."""
+    """Of one sequence; it then goes on only with room for all that may come."""
     max_queue_requests: int = 256
+    max_queue_tokens: int = 1 << 20
+    """Prompt tokens that wait at most; a single request may have more."""
+    tenant_queue_share: float = 0.5
+    """Part of the queue that the requests of one tenant may take, where tenants have keys."""
     run_ahead_tokens: int = 4096
     """Prompt tokens granted to one prefill worker and not yet computed, at most."""
+    local_prefill: LocalPrefill = LocalPrefill.AUTO
+    local_prefill_tokens: int = 64
+    """Tokens that a decode worker computes for one prompt at most, where ``local_prefill`` is
+    auto: what is cached there does not count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +247,8 @@ class LimitsConfig:
     """Of all prompts of a call together."""
     max_streams_per_key: int = 256
     """Calls of one API key that are open at once, in one router."""
+    max_connections_per_address: int = 512
+    """Of one client's address to one door of one router; behind a proxy all have the proxy's."""
     export_lease_s: float = 10.0
     """How long prefilled KV waits for another decode worker after a handoff failed."""
     reserve_patience_s: float = 1.0
@@ -223,10 +272,29 @@ class AuthConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SecurityConfig:
+    """Where the cluster token is read from: who shows it belongs to the cluster."""
+
+    cluster_token_file: str = ""
+    """A file with nothing else, on every node."""
+    cluster_token_env: str = ""
+    """An environment variable of Ray on every node, and of the commands that ask the cluster."""
+
+    @property
+    def has_token(self) -> bool:
+        """Whether one is asked for."""
+        return bool(self.cluster_token_file or self.cluster_token_env)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointsConfig:
-    """Where the doors are: a loopback address, and ports that differ."""
+    """Where routers and control plane listen: an address of the head node, ports that differ."""
 
     host: str = "127.0.0.1"
+    """Loopback, or with a cluster token the address that clients and other nodes reach.
+
+    ``head``: the head node's in the cluster's network, which `pdserve deploy` finds out.
+    """
     http_port: int = 8000
     grpc_port: int = 8001
     control_port: int = 8002
@@ -262,6 +330,7 @@ class DeployConfig:
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     auth: AuthConfig = field(default_factory=AuthConfig)
+    security: SecurityConfig = field(default_factory=SecurityConfig)
     endpoints: EndpointsConfig = field(default_factory=EndpointsConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     faults: FaultsConfig = field(default_factory=FaultsConfig)

@@ -24,7 +24,7 @@ def plain(value: Any) -> Any:
         return value.value
     if isinstance(value, tuple):
         return [plain(item) for item in value]
-    return value
+    return dict(value) if isinstance(value, Mapping) else value
 
 
 def override(tree: dict[str, Any], setting: str) -> None:
@@ -89,6 +89,11 @@ def _value(hint: Any, value: Any, path: str) -> Any:
             raise ConfigError(f"{path}: expected a list, got {value!r}", field=path)
         item_hint = typing.get_args(hint)[0]
         return tuple(_value(item_hint, item, f"{path}.{i}") for i, item in enumerate(value))
+    if typing.get_origin(hint) is Mapping:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{path}: expected names and values, got {value!r}", field=path)
+        kind = typing.get_args(hint)[1]
+        return {_scalar(str, k, path): _value(kind, v, f"{path}.{k}") for k, v in value.items()}
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return build(hint, value, path)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):

@@ -5,7 +5,8 @@
     ├── Unauthenticated    401  UNAUTHENTICATED      no API key, or none that is known
     ├── ModelNotFound      404  NOT_FOUND            no such model, request or route
     ├── RequestTooLarge    413  OUT_OF_RANGE         a size above a stated cap
-    ├── QueueFull          429  RESOURCE_EXHAUSTED   the waiting queue is at its bound; retryable
+    ├── QueueFull          429  RESOURCE_EXHAUSTED   the caller has its share already; retryable
+    │   └── ClusterFull    503  UNAVAILABLE          too many wait, whoever comes; retryable
     ├── Cancelled          499  CANCELLED            the client left or asked to stop
     ├── EngineFault        500  INTERNAL             a step failed: our bug
     ├── WorkerLost         502  ABORTED              a worker died or was cut off; retryable
@@ -83,12 +84,20 @@ class RequestTooLarge(PdserveError):
 
 
 class QueueFull(PdserveError):
-    """The waiting queue is at its bound; ``retry_after_s`` says when to come back."""
+    """The caller has its share already; ``retry_after_s`` says when to come back."""
 
     code = "queue_full"
     http_status = 429
     grpc_code = "RESOURCE_EXHAUSTED"
     is_retryable = True
+
+
+class ClusterFull(QueueFull):
+    """So many wait that nobody else may, or would be served within its deadline."""
+
+    code = "cluster_full"
+    http_status = 503
+    grpc_code = "UNAVAILABLE"
 
 
 class Cancelled(PdserveError):
@@ -164,6 +173,7 @@ _WIRE_ERRORS: tuple[type[PdserveError], ...] = (
     ModelNotFound,
     RequestTooLarge,
     QueueFull,
+    ClusterFull,
     Cancelled,
     EngineFault,
     WorkerLost,

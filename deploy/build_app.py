@@ -36,7 +36,8 @@ def build(args: dict[str, Any]) -> Application:
         )
         for pool in config.pools
     ]
-    router = _deployment(RouterReplica, "router", config.router.replicas, {"num_cpus": 0})
+    # So are the doors: clients know the head node's address.
+    router = _deployment(RouterReplica, "router", config.router.replicas, on_head)
     return router.bind(tree, folder, run_dir, control, *pools)
 
 
@@ -61,4 +62,9 @@ def _deployment(
 
 def _actor_options(pool: PoolConfig) -> dict[str, Any]:
     """Return what Ray places a worker by; cores are leased, since a trial may share them."""
-    return {"num_cpus": 0, "num_gpus": pool.gpus_per_worker}
+    options: dict[str, Any] = {"num_cpus": pool.cpus_per_worker, "num_gpus": pool.gpus_per_worker}
+    if pool.accelerator_type:
+        options["accelerator_type"] = pool.accelerator_type
+    if pool.node_labels:
+        options["label_selector"] = dict(pool.node_labels)
+    return options

@@ -14,7 +14,7 @@ from cluster import config as deploy_config
 from cluster.errors import PdserveError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 _REFUSED = 1
 _STOPPED_EARLY = 130
@@ -51,7 +51,10 @@ def _parser() -> argparse.ArgumentParser:
 
     down = commands.add_parser("down", help="clear what an earlier run left behind")
     _add_config(down)
+    _add_cluster(down, "take the app away from this Ray instead")
     down.set_defaults(run=_down)
+
+    _add_cluster_commands(commands)
 
     status = commands.add_parser("status", help="pools, slots, blocks, queue, pair latencies")
     _add_config(status)
@@ -71,12 +74,53 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("names", nargs="*", metavar="NAME")
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
     bench.set_defaults(run=_bench)
+
+    lab = commands.add_parser("lab", help="play a workload on several configurations; compare")
+    lab.add_argument("workload", nargs="?", metavar="WORKLOAD")
+    lab.add_argument("--list", action="store_true", help="what there is to choose from")
+    lab.add_argument("--config", nargs="+", default=[], metavar="NAME", dest="names")
+    lab.add_argument("--out", type=Path, metavar="FOLDER", help="lab-WORKLOAD where none is given")
+    lab.add_argument("--runs", type=int, default=1, metavar="N", help="the medians are told")
+    lab.add_argument("--seed", type=int, default=0)
+    lab.add_argument("--model", default="trial", help="a folder or a Hugging Face id")
+    lab.add_argument("--inline", action="store_true", help="in one process, without Ray")
+    lab.set_defaults(run=_lab)
     return parser
+
+
+def _add_cluster_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    plan = commands.add_parser("plan", help="what would run where, and the memory it takes")
+    _add_file(plan)
+    _add_cluster(plan, "place the workers on the nodes of this Ray")
+    plan.set_defaults(run=_plan)
+
+    build = commands.add_parser("build", help="print the config file for `serve run`")
+    _add_file(build)
+    build.add_argument("--out", type=Path, metavar="FILE", help="write it there instead")
+    build.set_defaults(run=_build)
+
+    deploy = commands.add_parser("deploy", help="put the app on a Ray that runs already")
+    _add_file(deploy)
+    _add_cluster(deploy, "which Ray; without it, the one that runs on this machine", "auto")
+    deploy.add_argument("--wait-nodes", type=float, default=0.0, metavar="SECONDS")
+    deploy.add_argument("--wait-ready", type=float, default=1800.0, metavar="SECONDS")
+    deploy.set_defaults(run=_deploy)
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, default=TRIAL_CONFIG, metavar="FILE")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=v", dest="overrides")
+
+
+def _add_file(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, metavar="FILE", help="the deploy file")
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=v", dest="overrides")
+
+
+def _add_cluster(parser: argparse.ArgumentParser, text: str, default: str | None = None) -> None:
+    parser.add_argument(
+        "--cluster", nargs="?", const="auto", default=default, metavar="ADDRESS", help=text
+    )
 
 
 def _load(arguments: argparse.Namespace) -> deploy_config.DeployConfig:
@@ -89,9 +133,16 @@ def _serve(arguments: argparse.Namespace) -> int:
     same = _chosen(arguments)
     if arguments.model:
         arguments.overrides.append(f"model.path={arguments.model}")
+    return _within_bounds(
+        lambda: launch.serve(_load(arguments), is_once=arguments.once, arguments=same)
+    )
+
+
+def _within_bounds(call: Callable[[], int]) -> int:
+    """Run what a library may have started threads for, and end this process soon after it."""
     code = _STOPPED_EARLY
     try:
-        code = launch.serve(_load(arguments), is_once=arguments.once, arguments=same)
+        code = call()
     except PdserveError:
         code = _REFUSED
         raise
@@ -116,7 +167,42 @@ def _end_within(timeout_s: float, code: int) -> None:
     timer.start()
 
 
+def _plan(arguments: argparse.Namespace) -> int:
+    from deploy import plan
+
+    config = _load(arguments)
+    if arguments.cluster is None:
+        return plan.show(config)
+    from deploy import on_cluster
+
+    return _within_bounds(lambda: plan.show(config, on_cluster.nodes_of(arguments.cluster)))
+
+
+def _build(arguments: argparse.Namespace) -> int:
+    from deploy import serve_config
+
+    text = serve_config.text_of(_load(arguments))
+    if arguments.out is None:
+        print(text, end="")
+    else:
+        arguments.out.write_text(text, encoding="utf-8")
+    return 0
+
+
+def _deploy(arguments: argparse.Namespace) -> int:
+    from deploy import on_cluster
+
+    patience = on_cluster.Patience(nodes_s=arguments.wait_nodes, ready_s=arguments.wait_ready)
+    config = _load(arguments)
+    same = _chosen(arguments)
+    return _within_bounds(lambda: on_cluster.deploy(config, arguments.cluster, patience, same))
+
+
 def _down(arguments: argparse.Namespace) -> int:
+    if arguments.cluster is not None:
+        from deploy import on_cluster
+
+        return _within_bounds(lambda: on_cluster.remove(arguments.cluster))
     from deploy import launch
 
     return launch.down(_load(arguments))
@@ -138,6 +224,22 @@ def _bench(arguments: argparse.Namespace) -> int:
     from deploy.bench import runner
 
     return runner.run(arguments.names, json_path=arguments.json)
+
+
+def _lab(arguments: argparse.Namespace) -> int:
+    from deploy.lab import runner
+
+    if arguments.list:
+        return runner.list_all()
+    options = runner.Options(
+        names=tuple(arguments.names),
+        out=arguments.out,
+        num_runs=arguments.runs,
+        seed=arguments.seed,
+        model=arguments.model,
+        host=deploy_config.Host.INLINE if arguments.inline else deploy_config.Host.RAY,
+    )
+    return runner.run(arguments.workload or "", options)
 
 
 if __name__ == "__main__":

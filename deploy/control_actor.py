@@ -7,8 +7,9 @@ from typing import Any
 from cluster import config as deploy_config
 from cluster.clock import SystemClock
 from cluster.control.server import ControlServer
+from deploy import node
 from deploy.cores import pin_process
-from deploy.logs import log_to_file, logs_dir
+from deploy.logs import log_to_file
 
 
 class ControlReplica:
@@ -19,8 +20,8 @@ class ControlReplica:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, tree: dict[str, Any], run_dir: str
     ) -> None:
-        log_to_file(logs_dir(run_dir), "control")
         config = deploy_config.from_tree(tree)
+        log_to_file(node.run_folder(config, run_dir) / "logs", "control")
         pin_process(config.service_cores)
         self._server = ControlServer(config, SystemClock())
         await self._server.start(config.endpoints.host, config.endpoints.control_port)

@@ -1,4 +1,7 @@
-"""A cluster on Ray: a local Ray of our own, and Serve on it, both on loopback."""
+"""A cluster on Ray: a local Ray of our own, and Serve on it, both on loopback.
+
+Or Serve on a Ray that runs already, over many nodes; that one is only joined, and left again.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,14 @@ import importlib
 import logging
 import os
 import re
+import socket
 import threading
 from typing import TYPE_CHECKING, Any
 
 from cluster.clock import SystemClock
 from cluster.errors import StartupError
 from deploy.cores import pin_process
+from deploy.fit import Node, fit
 from deploy.serve_config import APP_NAME, serve_config
 
 if TYPE_CHECKING:
@@ -24,6 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _STATUS_TIMEOUT_S = 5.0
+_JOIN_TIMEOUT_S = 5.0
 _SILENT_S = 30.0  # Serve's controller is back sooner where it only crashed
 _OBJECT_STORE_BYTES = 80 << 20  # Ray carries neither tensors nor tokens, so the least it takes
 _RAY_ENVIRONMENT = {
@@ -39,21 +45,36 @@ _RAY_ENVIRONMENT = {
 }
 
 
-def load_ray() -> None:
-    """Import Ray and Serve, which takes a second; call it before a host is started."""
-    # First: Ray reads it when it is imported, and its processes inherit it.
-    os.environ.update(_RAY_ENVIRONMENT)
+def load_ray(*, is_own: bool = True) -> None:
+    """Import Ray and Serve, which takes a second; call it before a host is started.
+
+    Without ``is_own``, for a Ray that runs already and by its own settings.
+    """
+    if is_own:
+        # First: Ray reads it when it is imported, and its processes inherit it.
+        os.environ.update(_RAY_ENVIRONMENT)
     importlib.import_module("ray")
     importlib.import_module("ray.serve")
 
 
 class RayHost:
-    """A Ray cluster started for this process alone; it ends with it."""
+    """A Ray cluster started for this process alone; it ends with it.
 
-    def __init__(self, config: DeployConfig, *, model_path: Path, state: RunState) -> None:
+    With ``is_joined`` it is one that this process has joined: the app is put there, and stays.
+    """
+
+    def __init__(
+        self,
+        config: DeployConfig,
+        *,
+        model_path: Path | str,
+        state: RunState,
+        is_joined: bool = False,
+    ) -> None:
         self._config = config
         self._model_path = model_path
         self._state = state
+        self._is_joined = is_joined
         self._is_started = False
         self._has_app = False
         self._clock = SystemClock()
@@ -61,10 +82,16 @@ class RayHost:
         self._asking: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start Ray and Serve and hand Serve the config file's content."""
+        """Start Ray and Serve and hand Serve the config file's content.
+
+        Raises StartupError, also where a pool cannot be placed.
+        """
         try:
             self._start_ray()
+            self._check_fit()
             self._start_serve()
+        except StartupError:
+            raise
         except Exception as error:
             # Ray and Serve raise what they like: RuntimeError, OSError, their own.
             raise StartupError(f"Ray could not start: {_last_error(str(error))}") from error
@@ -74,12 +101,12 @@ class RayHost:
         import ray
 
         self._is_started = True
-        gpus = sum(pool.gpus_per_worker * pool.count for pool in self._config.pools)
+        if self._is_joined:
+            return
         ray.init(
             address="local",
             include_dashboard=False,
             num_cpus=os.cpu_count(),
-            num_gpus=int(gpus + 0.999) or None,
             object_store_memory=_OBJECT_STORE_BYTES,
             log_to_driver=False,
             logging_level=logging.WARNING,
@@ -87,15 +114,22 @@ class RayHost:
             _temp_dir=str(self._state.ray_dir),
         )
 
+    def _check_fit(self) -> None:
+        problems = fit(self._config.pools, ray_nodes()).problems
+        if problems:
+            raise StartupError(
+                "the cluster has no room for the pools:" + "".join(f"\n- {p}" for p in problems)
+            )
+
     def _start_serve(self) -> None:
         from ray import serve
         from ray.serve.context import _get_global_client
         from ray.serve.schema import ServeDeploySchema
 
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        tree = serve_config(
-            self._config, model_path=str(self._model_path), run_dir=str(self._state.folder)
-        )
+        # Folders of this machine are nothing to the other nodes of a cluster.
+        run_dir = str(self._state.folder) if not self._is_joined else ""
+        tree = serve_config(self._config, model_path=str(self._model_path), run_dir=run_dir)
         serve.start(proxy_location=tree["proxy_location"])
         self._has_app = True
         client: Any = _get_global_client()
@@ -128,6 +162,18 @@ class RayHost:
             if deployment.status.value == "DEPLOY_FAILED":
                 return self._failed(name, deployment.message)
         return None
+
+    def unfinished(self) -> str:
+        """Say what Serve is still at; empty: nothing. An update goes on behind ready workers."""
+        app = self._status()
+        if app is not None and app.status.value == "RUNNING":
+            return ""
+        at_work = {
+            name: deployment.status.value
+            for name, deployment in (app.deployments if app else {}).items()
+            if deployment.status.value != "HEALTHY"
+        }
+        return f"Serve is at work: {at_work or 'not told yet'}"
 
     def _status(self) -> Any:
         """Return the app's status, or None where Serve doesn't tell it within a bounded time."""
@@ -168,15 +214,61 @@ class RayHost:
         return f"logs: {self._state.logs_dir}, Serve's: {self._log_dir}"
 
     def stop(self, timeout_s: float) -> None:
-        """Shut Serve and Ray down, for ``timeout_s`` at most."""
+        """Shut Serve and Ray down, for ``timeout_s`` at most; one that runs already is left."""
         if not self._is_started:
             return
         self._is_started = False
         stopper = threading.Thread(
-            target=_shut_down, args=(self._has_app,), name="ray-shutdown", daemon=True
+            target=_shut_down,
+            args=(self._has_app and not self._is_joined,),
+            name="ray-shutdown",
+            daemon=True,
         )
         stopper.start()
         stopper.join(timeout_s)
+
+
+def join_ray(address: str) -> None:
+    """Join the Ray that runs at ``address``; ``auto``: on this machine.
+
+    Raises StartupError where none answers there.
+    """
+    import ray
+    from ray._private.services import canonicalize_bootstrap_address_or_die
+    from ray.exceptions import RayError
+
+    try:
+        host, _, port = str(canonicalize_bootstrap_address_or_die(address)).rpartition(":")
+        # Ray itself would try for ten minutes.
+        socket.create_connection((host, int(port)), timeout=_JOIN_TIMEOUT_S).close()
+        ray.init(
+            address=f"{host}:{port}",
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            configure_logging=True,
+        )
+    except (RayError, OSError, ValueError, RuntimeError) as error:
+        raise StartupError(
+            f"no Ray answers at {address!r} ({_last_error(str(error))}): start one with `ray up` "
+            "or `ray start`, and run this on its head node"
+        ) from error
+
+
+def ray_nodes() -> list[Node]:
+    """Return the living nodes of the Ray that this process has joined."""
+    import ray
+
+    told: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return [
+        Node(
+            name=f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})",
+            address=node["NodeManagerAddress"],
+            resources=node["Resources"],
+            labels=node["Labels"],
+        )
+        for node in told
+        if node["Alive"]
+    ]
 
 
 def _ask_status(found: list[Any]) -> None:

@@ -9,20 +9,18 @@ run logged stays in its run folder until the next one.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import sys
 import time
 from typing import TYPE_CHECKING
 
-import httpx
-
 from cluster.config import Host
-from cluster.control.status import get_cluster
-from cluster.errors import PdserveError, StartupError
+from cluster.errors import StartupError
 from deploy import calls, proof
 from deploy.machine import check_machine, check_memory
 from deploy.model_source import resolve_model
+from deploy.plan import with_kv_tokens
+from deploy.readiness import missing
 from deploy.run_state import RunState
 from deploy.stop_signals import StopSignals
 from router.served import served_model
@@ -62,8 +60,10 @@ def _serve(
     began = time.monotonic()
     state = RunState(config.endpoints.control_port)
     check_machine(config, state=state)
+    proof.check_key(config)
     model = resolve_model(config.model.path, config.model.name)
     config = _completed(config, model.folder, model.name)
+    config = with_kv_tokens(config, str(model.folder))
     check_memory(config, model.folder)
     with signals.held():
         host = _host(config, model.folder, state)
@@ -137,37 +137,16 @@ def _start(config: DeployConfig, host: ClusterHost, signals: StopSignals) -> Non
     host.start()
     signals.arm()  # Ray takes SIGTERM for itself
     deadline = time.monotonic() + _READY_TIMEOUT_S
-    while missing := _missing(config):
+    while waits_for := missing(config):
         failure = host.failure()
         if failure is not None:
             raise failure
         if time.monotonic() >= deadline:
             raise StartupError(
-                f"not ready after {_READY_TIMEOUT_S:.0f} s: {missing}; see its log for what it "
+                f"not ready after {_READY_TIMEOUT_S:.0f} s: {waits_for}; see its log for what it "
                 "waits for, and start again with a smaller model or fewer workers"
             )
         time.sleep(_POLL_S)
-
-
-def _missing(config: DeployConfig) -> str:
-    """Say what is not there yet; empty: ready."""
-    endpoints = config.endpoints
-    try:
-        view = asyncio.run(get_cluster(f"{endpoints.host}:{endpoints.control_port}", timeout_s=2.0))
-    except PdserveError:
-        return "the control plane does not answer"
-    for pool in config.pools:
-        here = sum(worker.worker.pool == pool.name for worker in view.workers)
-        if here < pool.count:
-            return f"pool {pool.name}: {here} of {pool.count} workers registered"
-    if view.num_routers < config.router.replicas:
-        return f"{view.num_routers} of {config.router.replicas} routers connected"
-    try:
-        url = f"http://{endpoints.host}:{endpoints.http_port}/health/ready"
-        answer = httpx.get(url, timeout=5.0, trust_env=False)
-    except httpx.HTTPError as error:
-        return f"the HTTP door does not answer ({error})"
-    return "" if answer.status_code == httpx.codes.OK else f"not ready: {answer.text[:200]}"
 
 
 def _serve_until_told(host: ClusterHost) -> None:

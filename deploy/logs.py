@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 from logging.handlers import RotatingFileHandler
-from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _PACKAGES = ("cluster", "prefill_worker", "decode_worker", "router", "deploy")
 _MAX_BYTES, _NUM_OLD = 16 << 20, 2
 _FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
-
-
-def logs_dir(run_dir: str) -> Path:
-    """Return where the processes of a run log."""
-    return Path(run_dir) / "logs"
 
 
 def log_to_file(folder: Path, name: str) -> None:

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from cluster.config import Device, Dtype, Host
+from cluster.config import Device, Host
 from cluster.errors import StartupError
+from deploy.hardware import element_bytes
+from deploy.model_shape import kv_elements
 from deploy.run_state import RunState
 
 if TYPE_CHECKING:
@@ -33,7 +35,6 @@ _ROUTER_BYTES = 200 * _MIB  # web server, tokenizer
 _CONTROL_BYTES = 120 * _MIB
 _RAY_BYTES = 800 * _MIB  # its own processes, Serve's controller and the launcher
 _STORED_BYTES = {"float32": 4, "float64": 8}
-_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16", "svebf16"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,19 +69,6 @@ def check_memory(config: DeployConfig, model_folder: Path) -> None:
     problem = memory_problem(config, model_folder)
     if problem is not None:
         raise StartupError(str(problem))
-
-
-def has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether the CPU multiplies bf16 in hardware."""
-    try:
-        text = cpuinfo.read_text()
-    except OSError:
-        return False
-    for line in text.splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() in ("flags", "Features"):
-            return not _BF16_FLAGS.isdisjoint(value.split())
-    return False
 
 
 def cores_problem(config: DeployConfig) -> Problem | None:
@@ -207,34 +195,16 @@ def _model_facts(folder: Path) -> _ModelFacts:
     stored_as = text.get("dtype") or text.get("torch_dtype") or tree.get("torch_dtype")
     return _ModelFacts(
         num_parameters=stored // _STORED_BYTES.get(str(stored_as), 2),
-        kv_elements=_kv_elements(text),
+        kv_elements=kv_elements(text),
     )
-
-
-def _kv_elements(text: dict[str, Any]) -> int:
-    num_heads = _first_number(text, "num_attention_heads", "n_head")
-    num_kv_heads = _first_number(text, "num_key_value_heads") or num_heads
-    width = _first_number(text, "hidden_size", "n_embd")
-    head_dim = _first_number(text, "head_dim") or (width // num_heads if num_heads else 0)
-    num_layers = _first_number(text, "num_hidden_layers", "n_layer")
-    return 2 * num_layers * num_kv_heads * head_dim
-
-
-def _first_number(tree: dict[str, Any], *names: str) -> int:
-    return next((tree[name] for name in names if isinstance(tree.get(name), int)), 0)
 
 
 def _tensor_bytes(pool: PoolConfig, facts: _ModelFacts) -> int:
     if pool.device is Device.CUDA:
         return 0
-    kv_elements = pool.kv_tokens * facts.kv_elements
-    weight_bytes = facts.num_parameters * _element_bytes(pool.dtype)
-    return weight_bytes + kv_elements * _element_bytes(pool.stored_dtype)
-
-
-def _element_bytes(dtype: Dtype) -> int:
-    is_wide = dtype is Dtype.FP32 or (dtype is Dtype.AUTO and not has_bf16())
-    return 4 if is_wide else 2
+    num_elements = pool.kv_tokens * facts.kv_elements
+    weight_bytes = facts.num_parameters * element_bytes(pool.dtype, pool.device)
+    return weight_bytes + num_elements * element_bytes(pool.stored_dtype, pool.device)
 
 
 def _fixed_bytes(pool: PoolConfig) -> int:

@@ -13,7 +13,7 @@ from deploy.trial_model import TRIAL_NAME, ensure_trial_model
 if TYPE_CHECKING:
     from deploy.progress import Progress
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt")
 _CODE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
@@ -40,7 +40,7 @@ def resolve_model(
         folder = folder.resolve()
         check_checkpoint(folder)
         return ResolvedModel(folder, name or folder.name)
-    if not _HUB_ID.fullmatch(path) or path.startswith((".", "/", "~")):
+    if not HUB_ID.fullmatch(path) or path.startswith((".", "/", "~")):
         raise StartupError(
             f"model.path: {path!r} is neither `trial`, nor a folder, nor a Hugging Face id "
             "(OWNER/NAME)",
@@ -49,6 +49,16 @@ def resolve_model(
     folder = _fetch(path)
     check_checkpoint(folder)
     return ResolvedModel(folder, name or path)
+
+
+def model_name(path: str, name: str = "") -> str:
+    """Return what clients call a model, without looking for it."""
+    if name:
+        return name
+    if path == "trial":
+        return TRIAL_NAME
+    is_local = path.startswith((".", "/", "~")) or Path(path).is_dir()
+    return Path(path).expanduser().resolve().name if is_local else path
 
 
 def check_checkpoint(folder: Path) -> None:

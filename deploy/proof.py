@@ -11,7 +11,7 @@ import httpx
 
 from cluster.config import Role
 from cluster.errors import StartupError
-from deploy.client import authorization
+from deploy.client import KEY_VARIABLE, authorization
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,6 +51,15 @@ def prove(config: DeployConfig) -> str:
     return answer.text
 
 
+def check_key(config: DeployConfig) -> None:
+    """Raise StartupError where the doors need a key and the proof has none to show."""
+    if (config.auth.keys_file or config.auth.keys_env) and not authorization():
+        raise StartupError(
+            f"the deploy file asks for API keys (auth): set {KEY_VARIABLE} to one of them, for the "
+            "request that proves the start"
+        )
+
+
 def what_lacks(config: DeployConfig, answer: Answer) -> str:
     """Say what an answer proves to be wrong with the cluster; empty: nothing."""
     if answer.finish_reason is None:
@@ -67,6 +76,8 @@ def what_lacks(config: DeployConfig, answer: Answer) -> str:
 def _missing_handoff(config: DeployConfig, timeline: dict[str, Any]) -> str:
     if any(pool.role is Role.MIXED for pool in config.pools):
         return ""  # a mixed worker may do both halves itself
+    if timeline["prefill_worker"] == timeline["decode_worker"]:
+        return ""  # short enough to be computed where it is decoded; the reason says so
     if timeline["decode"]["num_steps"] == 0:
         return ""  # the answer was whole with its first token
     if timeline["prefill"]["transfer_bytes"] == 0:
@@ -113,6 +124,8 @@ def _events(config: DeployConfig) -> Iterator[dict[str, Any]]:
                     if response.status_code == httpx.codes.OK:
                         yield from _parsed(response)
                         return
+                    if response.status_code == httpx.codes.UNAUTHORIZED:
+                        raise StartupError(f"the proof failed: {KEY_VARIABLE} is none of the keys")
                     reason = response.read().decode()
             except httpx.HTTPError as error:
                 raise StartupError(f"the proof failed: {error!r}") from error

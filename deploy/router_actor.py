@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from pathlib import Path
 from typing import Any
 
 from cluster import config as deploy_config
+from deploy import node
 from deploy.cores import pin_process
-from deploy.logs import log_to_file, logs_dir
+from deploy.logs import log_to_file
 from router.ingress import Ingress
 
 
@@ -24,10 +25,11 @@ class RouterReplica:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, tree: dict[str, Any], model_path: str, run_dir: str, *deployments: Any
     ) -> None:
-        log_to_file(logs_dir(run_dir), f"router-{os.getpid()}")
         config = deploy_config.from_tree(tree)
+        log_to_file(node.run_folder(config, run_dir) / "logs", f"router-{os.getpid()}")
         pin_process(config.service_cores)
-        self._ingress = Ingress(config, Path(model_path))
+        checkpoint = await asyncio.to_thread(node.model_folder, model_path)
+        self._ingress = Ingress(config, checkpoint)
         await self._ingress.start()
 
     async def check_health(self) -> None:

@@ -100,6 +100,15 @@ class RunState:
         os.environ[_KEEP_ENVIRONMENT] = "1"
         return run_id
 
+    def join(self) -> Path:
+        """Return the folder, for a process that no launcher of this machine has started.
+
+        Raises StartupError where it cannot be had for this user alone.
+        """
+        for folder in (self._parent, self.folder):
+            self._make_private(folder)
+        return self.folder
+
     def record(self, pid: int, name: str) -> None:
         """Note a process that the marker may not reach; one that has ended already is skipped."""
         process = processes.look_up(pid)

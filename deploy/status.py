@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.control.status import get_cluster
 from cluster.errors import NoWorker, StartupError
+from cluster.trust import ClusterToken
 from deploy import commands
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ def show(config: DeployConfig, *, is_json: bool) -> int:
     """Print the view; raises StartupError where no control plane answers."""
     address = f"{config.endpoints.host}:{config.endpoints.control_port}"
     try:
-        view = asyncio.run(get_cluster(address, timeout_s=_TIMEOUT_S))
+        token = ClusterToken.load(config.security)
+        view = asyncio.run(get_cluster(address, timeout_s=_TIMEOUT_S, token=token))
     except NoWorker as error:
         raise StartupError(f"{error.message}; {commands.START_REMEDY}") from error
     if is_json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -56,3 +57,20 @@ class StopSignals:
             signal.setitimer(signal.ITIMER_REAL, _REPEAT_S, _REPEAT_S)
         if not self._is_held:
             raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def ended_like_interrupted() -> Iterator[None]:
+    """Let SIGTERM do what Ctrl-C does: leave every ``with`` on the way out."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

@@ -10,6 +10,8 @@ downloaded and opened, never installed. The cache holds
 
 from __future__ import annotations
 
+import contextlib
+import fnmatch
 import hashlib
 import json
 import logging
@@ -64,6 +66,13 @@ def default_cache_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdserve"
 
 
+def trial_folder(cache_root: Path | None = None, *, source: TrialSource | None = None) -> Path:
+    """Return where the trial model's checkpoint is, or will be."""
+    source = source or TrialSource()
+    root = cache_root or default_cache_root()
+    return root / f"trial-{source.member_sha256[:12]}-{_RECIPE}"
+
+
 def ensure_trial_model(
     cache_root: Path | None = None,
     progress: Progress = progress_bars.show,
@@ -77,7 +86,7 @@ def ensure_trial_model(
     """
     source = source or TrialSource()
     root = cache_root or default_cache_root()
-    folder = root / f"trial-{source.member_sha256[:12]}-{_RECIPE}"
+    folder = trial_folder(root, source=source)
     if _damage(folder) is None:
         return folder
     try:
@@ -170,11 +179,11 @@ def _wait_a_little(process: subprocess.Popen[bytes]) -> None:
 def _advance(bar: Bar, seen_bytes: int, draft: Path, total_bytes: int) -> int:
     """Move the bar by what pip has on disk; it tells no progress of its own to a file."""
     sizes = []
-    for path in draft.rglob("*.whl"):
-        try:
-            sizes.append(path.stat().st_size)
-        except FileNotFoundError:
-            continue  # pip moved it meanwhile
+    # pip removes what it made meanwhile: os.walk passes over folders that are gone.
+    for folder, _, names in os.walk(draft):
+        for name in fnmatch.filter(names, "*.whl"):
+            with contextlib.suppress(FileNotFoundError):
+                sizes.append((Path(folder) / name).stat().st_size)
     new_bytes = max(0, min(max(sizes, default=0), total_bytes) - seen_bytes)
     bar.update(new_bytes)
     return new_bytes

@@ -28,6 +28,7 @@ from cluster.engine.step_model import StepModel
 from cluster.errors import EngineFault, StartupError, WorkerLost
 from cluster.kv.block_pool import BlockPool
 from cluster.kv.prefix_index import PrefixIndex
+from cluster.kv.swap_buffer import SwapBuffer
 from cluster.policy.tiers import Tiers
 from cluster.request import Peer
 from cluster.rpc.errands import Errands
@@ -35,8 +36,10 @@ from cluster.rpc.leg_rules import LegRules
 from cluster.rpc.link_acceptor import LinkAcceptor
 from cluster.rpc.link_dialer import LinkDialer
 from cluster.rpc.server import WorkerServer
+from cluster.trust import ClusterToken
 from decode_worker.inbox import Inbox
 from decode_worker.streams import DecodeHalf
+from deploy.node import own_address
 from deploy.worker_faults import WorkerFaults
 from deploy.worker_legs import WorkerLegs
 from deploy.worker_parts import WorkerParts, link_limits, load_parts
@@ -91,7 +94,8 @@ class Worker:
         self._leaving: asyncio.Task[None] | None = None
         self._is_stopping = False
         self._errands = Errands(call_soon=self._call_soon, on_failure=self._fail)
-        self._pool = BlockPool(pool.num_blocks, self._make_prefix(pool))
+        self._token = ClusterToken.load(config.security)
+        self._pool = BlockPool(pool.num_blocks, self._make_prefix(pool), self._make_swap(pool))
         self._engine = self._make_engine(pool)
         self._dialer: LinkDialer | None = None
         self._acceptor: LinkAcceptor | None = None
@@ -107,10 +111,11 @@ class Worker:
             self._faults.legs(self.legs),
             self._acceptor,
             incarnation=self.incarnation,
-            host=config.endpoints.host,
+            host=own_address(config),
             port=port,
             services=self._faults.services(),
             beat=self._engine.beat,
+            token=self._token,
         )
         self._reporter = WorkerReporter(
             pool=pool,
@@ -126,6 +131,7 @@ class Worker:
             report=self._reporter.report,
             on_abort_grant=self.legs.abort_grant,
             clock=self._clock,
+            token=self._token,
         )
         self._report.set_tap(self._faults.tap())
         self.me = Peer(worker_id=worker_id, incarnation=self.incarnation, address="")
@@ -220,7 +226,12 @@ class Worker:
             key=secrets.token_bytes(_PREFIX_KEY_BYTES),
             model_fingerprint=self._parts.layout.model_fingerprint,
             block_size=pool.block_size,
+            is_shared=pool.prefix_shared,
         )
+
+    def _make_swap(self, pool: PoolConfig) -> SwapBuffer | None:
+        swaps = self._config.scheduling.preemption is Preemption.SWAP
+        return SwapBuffer(pool.num_swap_slots) if swaps else None
 
     def _make_engine(self, pool: PoolConfig) -> EngineLoop:
         scheduler = StepScheduler(
@@ -241,6 +252,7 @@ class Worker:
             on_fault=lambda error: self._errands.soon(functools.partial(self._fail, error)),
             pin=self._parts.pin,
             speed=StepModel(speed.base_s, speed.per_seq_s, speed.prefill_per_token_s),
+            copier=self._parts.copier,
         )
 
     def _make_legs(self, pool: PoolConfig) -> WorkerLegs:
@@ -286,6 +298,7 @@ class Worker:
             transport=self._parts.transport,
             limits=link_limits(self._config.limits, self._parts.layout),
             events=self._faults.link_events(events),
+            token=self._token,
         )
         return self._dialer
 
@@ -360,9 +373,9 @@ class Worker:
         if fault.done():
             raise StartupError(f"failed at its start: {fault.result()}") from fault.result()
         if not accepted.done():
+            why = self._report.refusal or "does the control plane serve there?"
             raise StartupError(
-                f"not accepted within {timeout_s:g} s: does the control plane serve at "
-                f"{self._control_address}?"
+                f"not accepted within {timeout_s:g} s by {self._control_address}: {why}"
             )
         if accepted.cancelled():
             raise StartupError("stopped before it was accepted")

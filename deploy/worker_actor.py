@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster import config as deploy_config
-from deploy import cores
-from deploy.logs import log_to_file, logs_dir
+from deploy import cores, node
+from deploy.logs import log_to_file
 from deploy.worker import Worker
 
 if TYPE_CHECKING:
@@ -30,23 +29,25 @@ class WorkerReplica:
     ) -> None:
         config = deploy_config.from_tree(tree)
         pool = config.pool(pool_name)
+        folder = node.run_folder(config, run_dir)
         self._lease = await asyncio.to_thread(
             cores.lease_cores,
-            Path(run_dir) / "cores",
+            folder / "cores",
             pool.name,
             pool.cores,
             pool.cores_per_worker,
             pool.count,
         )
-        worker_id = f"{pool.name}-{self._lease.index}"
-        log_to_file(logs_dir(run_dir), worker_id)
+        worker_id = node.worker_id(config, pool.name, self._lease.index)
+        log_to_file(folder / "logs", worker_id)
         logger.info("worker=%s pid=%d cores=%s loading", worker_id, os.getpid(), self._lease.cores)
+        checkpoint = await asyncio.to_thread(node.model_folder, model_path)
         self._worker = await asyncio.to_thread(
             Worker.build,
             config,
             pool,
             worker_id=worker_id,
-            model_path=Path(model_path),
+            model_path=checkpoint,
             control_address=f"{config.endpoints.host}:{config.endpoints.control_port}",
             cores=self._lease.cores,
         )

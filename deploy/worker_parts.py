@@ -13,13 +13,14 @@ import torch
 from transformers.utils import logging as hf_logging
 
 from cluster.clock import Clock, SystemClock
-from cluster.config import DeployConfig, LimitsConfig, PoolConfig, TransportKind
-from cluster.engine.loop import Runner
+from cluster.config import DeployConfig, LimitsConfig, PoolConfig, Preemption, TransportKind
+from cluster.engine.loop import KVCopier, Runner
 from cluster.engine.plan import Plan, Scheduled
 from cluster.engine.runner import ModelRunner
 from cluster.errors import StartupError
 from cluster.kv.cache import PagedCache
 from cluster.kv.layout import KVLayout
+from cluster.kv.swap_memory import SwapMemory
 from cluster.model.loader import load_model
 from cluster.request import LegKey, SamplingParams
 from cluster.transport.auto import AutoTransport
@@ -29,6 +30,7 @@ from cluster.transport.staging import TransferLimits
 from cluster.transport.torch_dist import TorchDistTransport
 from deploy.cores import pin_process
 from deploy.heap import keep_freed_memory
+from deploy.node import own_address
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,9 +63,13 @@ class WorkerParts:
     """``PagedCache``; in tests whatever exports and imports blocks."""
     runner: Runner
     speed: StepSpeed
+    tokenizer: str
+    """Digest of the tokenizer beside the weights."""
     transport: Transport
     pin: Callable[[], None]
     """Called on threads that compute."""
+    copier: KVCopier | None = None
+    """The memory of the swap buffer, where KV is swapped."""
 
 
 def load_parts(
@@ -109,8 +115,10 @@ def load_parts(
         cache=cache,
         runner=runner,
         speed=measure_speed(runner, pool, max_model_len, SystemClock()),
-        transport=transport or _make_transport(config.transport, str(device)),
+        tokenizer=loaded.tokenizer,
+        transport=transport or _make_transport(config.transport, str(device), own_address(config)),
         pin=pin,
+        copier=_make_copier(config, pool, cache),
     )
 
 
@@ -149,7 +157,19 @@ def measure_speed(runner: Runner, pool: PoolConfig, max_model_len: int, clock: C
     )
 
 
-def _make_transport(kind: TransportKind, device: str) -> Transport:
+def _make_copier(config: DeployConfig, pool: PoolConfig, cache: PagedCache) -> SwapMemory | None:
+    if config.scheduling.preemption is not Preemption.SWAP:
+        return None
+    try:
+        return SwapMemory(cache, pool.num_swap_slots)
+    except (OSError, OverflowError, RuntimeError) as error:
+        raise StartupError(
+            f"pools.{pool.name}.swap_tokens: no memory for {pool.num_swap_slots} blocks of "
+            f"{cache.layout.block_bytes} bytes: {error}"
+        ) from error
+
+
+def _make_transport(kind: TransportKind, device: str, host: str) -> Transport:
     match kind:
         case TransportKind.LOOPBACK:
             raise StartupError(
@@ -157,13 +177,14 @@ def _make_transport(kind: TransportKind, device: str) -> Transport:
                 "or transport auto"
             )
         case TransportKind.TORCH_DIST:
-            return TorchDistTransport(device=device)
+            return TorchDistTransport(device=device, bind_host=host)
         case TransportKind.SHM | TransportKind.AUTO if sys.platform != "linux":
             raise StartupError(f"transport {kind.value} needs Linux; use transport torch_dist")
         case TransportKind.SHM:
             return ShmTransport(device=device)
         case TransportKind.AUTO:
-            return AutoTransport(device=device)
+            far = TorchDistTransport(device=device, bind_host=host)
+            return AutoTransport(device=device, far=far)
 
 
 def link_limits(limits: LimitsConfig, layout: KVLayout) -> TransferLimits:

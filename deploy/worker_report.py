@@ -59,6 +59,7 @@ class WorkerReporter:
             prefill_per_token_s=parts.speed.prefill_per_token_s,
             pid=os.getpid(),
             transport=parts.transport.kind.value,
+            tokenizer=parts.tokenizer,
         )
 
     def report(self) -> WorkerReport:
@@ -134,6 +135,9 @@ class WorkerReporter:
             "cached_tokens": snapshot.cached_tokens,
             "generated_tokens": snapshot.generated_tokens,
             "preemptions": snapshot.num_preemptions,
+            "preemptions_swapped": snapshot.num_swapped,
+            "swaps_refused": snapshot.num_swaps_refused,
+            "swapped_blocks": snapshot.num_blocks_swapped,
             "kv_checks": self._watch.num_pool_checks,
             "kv_check_failures": self._watch.num_pool_faults,
         }

@@ -95,5 +95,7 @@ class WorkerWatch:
 
     def _check_nothing_is_kept(self) -> None:
         counts = self._pool.counts()
-        if counts.held or counts.importing or counts.fenced:
+        swap = self._pool.swap
+        is_swapped = swap is not None and swap.num_free < swap.num_slots
+        if counts.held or counts.importing or counts.fenced or is_swapped:
             raise AssertionError(f"KV pool: blocks are kept for nobody: {counts}")

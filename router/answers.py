@@ -21,6 +21,7 @@ from router.openai_shapes import (
     ChatCompletion,
     ChatDelta,
     Extension,
+    PromptTokensDetails,
     TextChoice,
     TextCompletion,
     Usage,
@@ -143,7 +144,12 @@ class Answer(ABC):
     def _usage(self) -> Usage:
         prompt = self._call.num_prompt_tokens
         output = sum(c.finish.num_output_tokens for c in self._choices if c.finish is not None)
-        return Usage(prompt_tokens=prompt, completion_tokens=output, total_tokens=prompt + output)
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=output,
+            total_tokens=prompt + output,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=self._call.num_cached_tokens),
+        )
 
     def _last_words(self, finish: Finish | None) -> Extension | None:
         """Return what a chunk adds where it is a stream's last."""

@@ -22,7 +22,7 @@ from cluster.errors import Cancelled, EngineFault
 from router import openapi
 from router.answers import ChatAnswer, TextAnswer
 from router.http_auth import KeyGuard
-from router.http_body import chat_input, completion_input
+from router.http_body import BodyReader, chat_input, completion_input
 from router.http_errors import error_response, plain_error
 from router.http_generate import GenerateDoor
 from router.http_info import add_health, add_models
@@ -39,8 +39,9 @@ def build_api(service: Service) -> FastAPI:
     api.add_middleware(KeyGuard, keys=service.keys)
     _add_envelopes(api)
     add_health(api, service)
-    add_models(api, service)
-    door = GenerateDoor(service)
+    bodies = BodyReader(service.limits)
+    add_models(api, service, bodies)
+    door = GenerateDoor(service, bodies)
 
     @api.post("/v1/chat/completions", **openapi.chat(service.model, service.limits))
     async def chat_completions(request: Request) -> Response:

@@ -142,7 +142,7 @@ class StreamsPerKey:
             return
         if not is_known and self._num_open[caller.key] >= self._max_streams:
             raise QueueFull(
-                f"{self._max_streams} calls of one key are open, the most there may be",
+                f"{self._max_streams} calls of this API key are open, the most there may be",
                 stage="edge",
                 retry_after_s=1.0,
             )

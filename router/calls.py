@@ -43,6 +43,8 @@ class CallPrompt:
     """What is echoed."""
     offsets: tuple[int, ...] = ()
     """Where in ``text`` each token begins."""
+    num_cached_tokens: int = 0
+    """As its first choice found them."""
     scores: list[TokenLogprobs] = field(default_factory=list)
     """Of the tokens from the second on, where they were asked for."""
 
@@ -117,6 +119,11 @@ class Call:
         """Tokens of all prompts, each counted once."""
         return sum(len(prompt.ids) for prompt in self._plan.prompts)
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of all prompts whose KV was there already."""
+        return sum(prompt.num_cached_tokens for prompt in self._plan.prompts)
+
     def prompt_of(self, index: int) -> CallPrompt:
         """Return the prompt of a choice."""
         return self._plan.prompts[index // self._plan.num_choices]
@@ -185,6 +192,8 @@ class Call:
     async def _next_of(self, index: int) -> Event:
         while isinstance(event := await self._generations[index].next(), Scored):
             self.prompt_of(index).take(event)
+        if isinstance(event, Finish) and index % self._plan.num_choices == 0:
+            self.prompt_of(index).num_cached_tokens = event.num_cached_tokens
         return replace(event, index=index) if index else event
 
 

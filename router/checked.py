@@ -38,6 +38,13 @@ class Checked:
         return "messages" if self.chat is not None else "prompt"
 
     @property
+    def num_chars(self) -> int:
+        """Characters of all texts, to be tokenised."""
+        if self.chat is not None:
+            return sum(turn.num_chars for turn in self.chat.messages)
+        return sum(len(prompt) for prompt in self.prompts if isinstance(prompt, str))
+
+    @property
     def num_all_choices(self) -> int:
         """Choices of all prompts together."""
         return max(1, len(self.prompts)) * self.num_choices

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from cluster.errors import PdserveError
 from router.life import Life
 from router.parts import Parts
+from router.prefix import PrefixNames
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,6 +68,7 @@ class Dispatcher:
         workers: Workers,
         clock: Clock,
         metrics: RouterMetrics,
+        prefixes: PrefixNames | None = None,
         resumes: bool = True,
     ) -> None:
         """``resumes``: a choice goes on with other workers after its first token."""
@@ -75,7 +77,12 @@ class Dispatcher:
         self.workers = workers
         self.metrics = metrics
         self._parts = Parts(
-            route=self.route, workers=workers, clock=clock, metrics=metrics, resumes=resumes
+            route=self.route,
+            workers=workers,
+            clock=clock,
+            metrics=metrics,
+            prefixes=prefixes or PrefixNames("", ()),
+            resumes=resumes,
         )
         self._lives: dict[str, tuple[Life, asyncio.Task[None]]] = {}
         self._watching: asyncio.Task[None] | None = None

@@ -45,6 +45,8 @@ class Finish:
     num_prompt_tokens: int
     num_output_tokens: int
     timeline: Timeline
+    num_cached_tokens: int = 0
+    """Of the prompt: whose KV was there already, as far as whoever prefilled has told."""
     num_resumed: int = 0
     """How often another worker went on with the choice after its first token."""
     index: int = 0

@@ -5,16 +5,23 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from cluster.errors import InvalidRequest, PdserveError, RequestTooLarge
+from cluster.errors import ClusterFull, InvalidRequest, PdserveError, RequestTooLarge
 from router import strict_json
 from router.given import GenerateInput, TokenizeInput
+from router.shares import Shares
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from fastapi import Request
 
+    from cluster.config import LimitsConfig
+
 READ_TIMEOUT_S = 30.0
+PROMPT_S = 1.0
+"""A body that takes longer is slow, and needs one of few places."""
+_MAX_SLOW, _MAX_SLOW_EACH = 256, 64
+"""Slow bodies at a time: in one router, and from one address."""
 _DRAIN_BYTES = 64 << 20
 _DRAIN_S = 2.0
 
@@ -30,21 +37,66 @@ class UnsupportedMediaType(PdserveError):
     grpc_code = "INVALID_ARGUMENT"
 
 
-async def read_object(request: Request, *, max_bytes: int, max_depth: int) -> dict[str, object]:
-    """Read a JSON object; raises RequestTooLarge, UnsupportedMediaType or InvalidRequest.
+class BodyReader:
+    """Reads the bodies of one router."""
 
-    A body without a length is cut off at the same cap. NaN and infinities are no JSON.
-    """
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json":
-        raise UnsupportedMediaType("the content-type must be application/json")
-    try:
-        async with asyncio.timeout(READ_TIMEOUT_S):
-            body = await _read(request, max_bytes)
-    except TimeoutError as error:
-        reason = f"the body did not arrive within {READ_TIMEOUT_S:g} s"
-        raise InvalidRequest(reason) from error
-    return _parse(body, max_depth)
+    def __init__(self, limits: LimitsConfig, slow: Shares | None = None) -> None:
+        self._limits = limits
+        self._slow = slow or Shares(_MAX_SLOW, _MAX_SLOW_EACH)
+
+    async def read_object(self, request: Request) -> dict[str, object]:
+        """Read a JSON object; raises RequestTooLarge, UnsupportedMediaType or InvalidRequest, and
+        ClusterFull where it is slow and too many others are.
+
+        A body without a length is cut off at the same cap. NaN and infinities are no JSON.
+        """
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != "application/json":
+            raise UnsupportedMediaType("the content-type must be application/json")
+        return _parse(await self._read(request), self._limits.max_json_depth)
+
+    async def _read(self, request: Request) -> bytes:
+        place = _SlowPlace(self._slow, request.client.host if request.client else "")
+        try:
+            async with asyncio.timeout(READ_TIMEOUT_S) as due:
+                place.take_later(due)
+                return await _read(request, self._limits.max_body_bytes)
+        except TimeoutError as error:
+            if place.is_refused:
+                reason = "too many bodies are slow to arrive"
+                raise ClusterFull(reason, stage="edge", retry_after_s=1.0) from error
+            reason = f"the body did not arrive within {READ_TIMEOUT_S:g} s"
+            raise InvalidRequest(reason) from error
+        finally:
+            place.leave()
+
+
+class _SlowPlace:
+    """One body's place among the slow ones, should it come to that."""
+
+    def __init__(self, places: Shares, address: str) -> None:
+        self._places = places
+        self._address = address
+        self._timer: asyncio.TimerHandle | None = None
+        self._has_place = False
+        self.is_refused = False
+
+    def take_later(self, due: asyncio.Timeout) -> None:
+        """Take it when the body is late; ``due`` ends at once where there is none."""
+        self._timer = asyncio.get_running_loop().call_later(PROMPT_S, self._take, due)
+
+    def leave(self) -> None:
+        """Give it back, if it was needed."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._has_place:
+            self._places.give_back(self._address)
+
+    def _take(self, due: asyncio.Timeout) -> None:
+        self._has_place = self._places.take(self._address)
+        if not self._has_place:
+            self.is_refused = True
+            due.reschedule(asyncio.get_running_loop().time())
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:

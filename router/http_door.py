@@ -12,6 +12,7 @@ import uvicorn
 
 from cluster.errors import StartupError
 from router.http_guard import GuardedConnection, HttpCaps
+from router.shares import Shares
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,18 +28,21 @@ class HttpDoor:
 
     def __init__(self, api: FastAPI, *, host: str, port: int, caps: HttpCaps | None = None) -> None:
         caps = caps or HttpCaps()
+        places = Shares(caps.max_connections, caps.max_per_address)
+        connection = functools.partial(GuardedConnection, caps=caps, places=places)
         self._host = host
         self._port = port
         self._server = _Server(
             uvicorn.Config(
                 api,
                 # h11 and not httptools: only it bounds a request's head.
-                http=cast("Any", functools.partial(GuardedConnection, caps=caps)),
+                http=cast("Any", connection),
                 h11_max_incomplete_event_size=caps.max_head_bytes,
                 ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=False,
+                proxy_headers=False,
                 server_header=False,
                 timeout_graceful_shutdown=_GRACE_S,
             )

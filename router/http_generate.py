@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect
 
 from cluster.errors import Cancelled, EngineFault, PdserveError
 from router.http_auth import caller_of
-from router.http_body import CLIENT_ID_HEADER, read_object, wants_stream
+from router.http_body import CLIENT_ID_HEADER, wants_stream
 from router.http_errors import envelope, error_response
 from router.http_guard import ABORT
 from router.http_watch import Watch
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from router.answers import Answer
     from router.calls import Call, Event
     from router.given import Caller, GenerateInput
+    from router.http_body import BodyReader
     from router.service import Service
 
     Parse = Callable[[Mapping[str, object], str | None], GenerateInput]
@@ -43,15 +44,16 @@ WRITE_GRACE_S = 5.0
 class GenerateDoor:
     """What the two generating routes have in common."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, bodies: BodyReader) -> None:
         self._service = service
+        self._bodies = bodies
 
     async def serve(self, request: Request, parse: Parse, answer_kind: type[Answer]) -> Response:
         """Answer one call, whatever happens, with a response of ours."""
         caller, service = caller_of(request), self._service
         try:
+            given, is_stream, with_usage = await self._read(request, parse, caller)
             with service.admission(caller):
-                given, is_stream, with_usage = await self._read(request, parse)
                 watch = Watch(request)
                 call = await watch.unless_gone(self._begin(given, caller, watch))
         except PdserveError as error:
@@ -71,12 +73,12 @@ class GenerateDoor:
         watch.follow(call.cancel)
         return call
 
-    async def _read(self, request: Request, parse: Parse) -> tuple[GenerateInput, bool, bool]:
-        limits = self._service.limits
+    async def _read(
+        self, request: Request, parse: Parse, caller: Caller
+    ) -> tuple[GenerateInput, bool, bool]:
         try:
-            body = await read_object(
-                request, max_bytes=limits.max_body_bytes, max_depth=limits.max_json_depth
-            )
+            with self._service.reading(caller, generates=True):
+                body = await self._bodies.read_object(request)
             is_stream, with_usage = wants_stream(body)
             return parse(body, request.headers.get(CLIENT_ID_HEADER)), is_stream, with_usage
         except PdserveError as error:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
+    from router.shares import Shares
+
 logger = logging.getLogger(__name__)
 
 ABORT = "pdserve.abort"
@@ -34,6 +36,8 @@ class HttpCaps:
     """Bounds of the HTTP door."""
 
     max_connections: int = 2048
+    max_per_address: int = 512
+    """Connections of one client's address."""
     max_head_bytes: int = 64 << 10
     head_timeout_s: float = 10.0
     """From the connection, or the end of an answer, to the end of the next request's head."""
@@ -46,9 +50,13 @@ class HttpCaps:
 class GuardedConnection(H11Protocol):
     """uvicorn's connection with bounds."""
 
-    def __init__(self, *args: Any, caps: HttpCaps, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, caps: HttpCaps, places: Shares, **kwargs: Any) -> None:
+        """``places`` are those of all connections of the server."""
         super().__init__(*args, **kwargs)
         self._caps = caps
+        self._places = places
+        self._address: str | None = None
+        """Whose place is taken."""
         self._is_refused = False
         self._head_timer = _Timer(self.loop, self._abort)
         self._stall_timer = _Timer(self.loop, self._abort)
@@ -59,9 +67,11 @@ class GuardedConnection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take a connection, unless there are too many."""
         super().connection_made(transport)
-        if len(self.connections) > self._caps.max_connections:
-            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections", "queue_full")
+        address = self.client[0] if self.client is not None else ""
+        if not self._places.take(address):
+            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections", "cluster_full")
             return
+        self._address = address
         self._await_head()
 
     def data_received(self, data: bytes) -> None:
@@ -83,7 +93,10 @@ class GuardedConnection(H11Protocol):
         self._stall_timer.stop()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop every timer."""
+        """Stop every timer and give the place back."""
+        if self._address is not None:
+            self._places.give_back(self._address)
+            self._address = None
         self._head_timer.stop()
         self._end_timer.stop()
         super().connection_lost(exc)

@@ -14,7 +14,7 @@ from cluster.errors import EngineFault, PdserveError
 from router import metrics, openapi
 from router.cluster_body import ClusterBody, cluster_body
 from router.http_auth import caller_of
-from router.http_body import read_object, tokenize_input
+from router.http_body import tokenize_input
 from router.http_errors import error_response
 from router.openai_shapes import (
     DetokenizeAnswer,
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from pydantic import BaseModel
 
+    from router.http_body import BodyReader
     from router.service import Service
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ def add_health(api: FastAPI, service: Service) -> None:
         return Response(service.metrics.text(), media_type=metrics.CONTENT_TYPE)
 
 
-def add_models(api: FastAPI, service: Service) -> None:
+def add_models(api: FastAPI, service: Service, bodies: BodyReader) -> None:
     """Add what tells about the model and its tokens, and about the cluster."""
 
     @api.get("/v1/models", responses=openapi.errors(401))
@@ -87,7 +88,7 @@ def add_models(api: FastAPI, service: Service) -> None:
             longest = service.model.max_model_len
             return TokenizeAnswer(count=len(ids), max_model_len=longest, tokens=ids)
 
-        return await _answer(request, service, answer)
+        return await _answer(request, service, bodies, answer)
 
     @api.post("/detokenize", **openapi.detokenize(service.model))
     async def detokenize(request: Request) -> Response:
@@ -97,21 +98,21 @@ def add_models(api: FastAPI, service: Service) -> None:
             text = await service.detokenise(body.get("model"), body.get("tokens"))
             return DetokenizeAnswer(prompt=text)
 
-        return await _answer(request, service, answer)
+        return await _answer(request, service, bodies, answer)
 
 
 async def _answer(
     request: Request,
     service: Service,
+    bodies: BodyReader,
     answer: Callable[[dict[str, object]], Awaitable[BaseModel]],
 ) -> Response:
     """Read a body and answer it, whatever happens, with a response of ours."""
-    limits = service.limits
+    caller = caller_of(request)
     try:
-        with service.edge(caller_of(request)):
-            body = await read_object(
-                request, max_bytes=limits.max_body_bytes, max_depth=limits.max_json_depth
-            )
+        with service.reading(caller, generates=False):
+            body = await bodies.read_object(request)
+        with service.edge(caller):
             return _json(await answer(body))
     except PdserveError as error:
         return error_response(error)

@@ -9,16 +9,19 @@ from cluster.clock import SystemClock
 from cluster.control.capacity import Capacity
 from cluster.control.route_client import RouteClient
 from cluster.errors import EngineFault
+from cluster.policy.order import Ordering
 from cluster.policy.tiers import Tiers
 from cluster.rpc.client import WorkerClient
+from cluster.trust import ClusterToken
 from router.api import build_api
 from router.auth import Keys
 from router.dispatch import Dispatcher
-from router.grpc_api import GrpcDoor
+from router.grpc_api import GrpcCaps, GrpcDoor
 from router.http_door import HttpDoor
 from router.http_guard import HttpCaps
 from router.legs import Workers
 from router.metrics import RouterMetrics
+from router.prefix import PrefixNames
 from router.served import served_model
 from router.service import Door, Service
 from router.text import TextCodec
@@ -52,8 +55,13 @@ class Ingress:
         incarnation = uuid.uuid4().hex
         router_id = f"router-{incarnation[:8]}"
         clock = SystemClock()
-        open_door = Door(keys=Keys.load(config.auth), tiers=Tiers.of(config.scheduling))
+        open_door = Door(
+            keys=Keys.load(config.auth),
+            tiers=Tiers.of(config.scheduling),
+            ordering=Ordering.of(config.scheduling),
+        )
         open_door.keys.check_tiers(open_door.tiers)
+        token = ClusterToken.load(config.security)
 
         def route(events: RouteEvents) -> RouteClient:
             client = RouteClient(
@@ -62,18 +70,22 @@ class Ingress:
                 incarnation=incarnation,
                 clock=clock,
                 events=events,
+                token=token,
             )
             client.set_tap(tap)
             return client
 
         def connect(peer: Peer, events: LegEvents) -> WorkerClient:
-            return WorkerClient(peer, router_id=router_id, incarnation=incarnation, events=events)
+            return WorkerClient(
+                peer, router_id=router_id, incarnation=incarnation, events=events, token=token
+            )
 
         dispatcher = Dispatcher(
             route=route,
             workers=Workers(connect),
             clock=clock,
             metrics=RouterMetrics(router_id),
+            prefixes=PrefixNames(model.name, config.pools),
             resumes=config.router.resume,
         )
         service = Service(
@@ -90,9 +102,17 @@ class Ingress:
             build_api(service),
             host=endpoints.host,
             port=endpoints.http_port,
-            caps=HttpCaps(max_head_bytes=config.limits.max_header_bytes),
+            caps=HttpCaps(
+                max_head_bytes=config.limits.max_header_bytes,
+                max_per_address=config.limits.max_connections_per_address,
+            ),
         )
-        self._grpc = GrpcDoor(service, host=endpoints.host, port=endpoints.grpc_port)
+        self._grpc = GrpcDoor(
+            service,
+            host=endpoints.host,
+            port=endpoints.grpc_port,
+            caps=GrpcCaps(max_per_address=config.limits.max_connections_per_address),
+        )
 
     async def start(self) -> None:
         """Connect to the control plane and open the doors."""

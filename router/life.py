@@ -24,15 +24,17 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from cluster.control.facts import Want
+from cluster.control.prefixes import NO_PREFIX
 from cluster.errors import Cancelled, DeadlineExceeded, EngineFault, PdserveError, WorkerLost
 from cluster.handoff import AbortCause
 from cluster.request import FinishReason, PromptLogprobs, Token
 from router.attempt import Attempt
 from router.events import Accepted, Delta, Finish, Scored
-from router.timeline import Record, make_timeline
+from router.timeline import Record, cached_tokens, make_timeline
 
 if TYPE_CHECKING:
     from cluster.control.facts import ExportRef, Grant
+    from cluster.control.prefixes import PromptPrefix
     from router.parts import Parts
 
 logger = logging.getLogger(__name__)
@@ -136,9 +138,16 @@ class Life:
             tenant=self.request.tenant,
             expected_tokens=self.request.expected_tokens,
             cached_on=self._accepted.cached_on,
+            prefix=NO_PREFIX if export is not None else self._prefix(),
         )
 
     # ---- inside
+
+    def _prefix(self) -> PromptPrefix:
+        request, parts = self.request, self._parts
+        if request.params.prompt_logprobs:
+            return NO_PREFIX  # every position is computed
+        return parts.prefixes.of(parts.route.prefix_key, request.tenant, request.prompt_ids)
 
     async def _live(self) -> Finish:
         try:
@@ -250,6 +259,7 @@ class Life:
             finish_reason=reason,
             num_prompt_tokens=len(self.request.prompt_ids),
             num_output_tokens=len(self._output_ids),
+            num_cached_tokens=min(cached_tokens(attempt), len(self.request.prompt_ids) - 1),
             timeline=make_timeline(attempt, self._record, total_s),
             num_resumed=self._record.num_resumed,
         )

@@ -8,13 +8,14 @@ any of them: what one router counts carries its ``router`` label, what all see t
 
 from __future__ import annotations
 
+import contextlib
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from cluster.errors import Cancelled, NoWorker, PdserveError
+from cluster.errors import Cancelled, ClusterFull, NoWorker, PdserveError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,6 +33,8 @@ class RouterMetrics:
     """The counters of one router, in a registry of their own."""
 
     def __init__(self, router_id: str) -> None:
+        self.num_queued = 0
+        """Requests that wait for a grant."""
         self._registry = CollectorRegistry()
         self._shown = CollectorRegistry()
         self._shown.register(_WithRouter(self._registry, router_id))
@@ -72,7 +75,8 @@ class RouterMetrics:
 
     def rejected(self, error: PdserveError) -> None:
         """A received call was refused before it became a request."""
-        if isinstance(error, NoWorker) or error.http_status < HTTPStatus.INTERNAL_SERVER_ERROR:
+        is_lack = isinstance(error, NoWorker | ClusterFull)
+        if is_lack or error.http_status < HTTPStatus.INTERNAL_SERVER_ERROR:
             self._rejected.labels(error.code).inc()
         else:
             self._failed.labels(error.code).inc()
@@ -85,9 +89,15 @@ class RouterMetrics:
         """A request was accepted."""
         self._in_flight.inc()
 
-    def queued(self) -> AbstractContextManager[object]:
+    @contextlib.contextmanager
+    def queued(self) -> Iterator[None]:
         """Count a request as waiting for a grant while the context is open."""
-        return self._queued.track_inprogress()
+        self.num_queued += 1
+        try:
+            with self._queued.track_inprogress():
+                yield
+        finally:
+            self.num_queued -= 1
 
     def waiting_handoff(self) -> AbstractContextManager[object]:
         """Count an export as waiting for a decode worker while the context is open."""

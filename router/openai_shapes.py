@@ -13,12 +13,20 @@ if TYPE_CHECKING:
     from cluster.lifetime import Timeline
 
 
+class PromptTokensDetails(BaseModel):
+    """What is known of the prompt's tokens."""
+
+    cached_tokens: int
+    """Whose KV was there already."""
+
+
 class Usage(BaseModel):
     """Token counts; an EOS token that ended the choice is counted, though it has no text."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class LegTimesBody(BaseModel):

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 Schema = dict[str, Any]
 
-_BODY_ERRORS = (400, 401, 404, 413, 415, 429, 499, 500)
-_GENERATE_ERRORS = (*_BODY_ERRORS, 502, 503, 504)
+_BODY_ERRORS = (400, 401, 404, 413, 415, 429, 499, 500, 503)
+_GENERATE_ERRORS = (*_BODY_ERRORS, 502, 504)
 _TEXT: Schema = {"type": "string"}
 _EVENTS: Schema = {
     "description": "Server-sent events: a chunk as JSON in each, and [DONE] in the last; or, where "

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from cluster.clock import Clock
 from router.legs import Workers
 from router.metrics import RouterMetrics
+from router.prefix import PrefixNames
 from router.route import Route
 
 
@@ -18,5 +19,6 @@ class Parts:
     workers: Workers
     clock: Clock
     metrics: RouterMetrics
+    prefixes: PrefixNames
     resumes: bool
     """Whether a choice goes on with other workers after its first token."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from cluster.errors import (
     Cancelled,
+    ClusterFull,
     DeadlineExceeded,
     HandoffFailed,
     NoWorker,
@@ -20,8 +21,10 @@ from cluster.errors import (
 if TYPE_CHECKING:
     from cluster.errors import PdserveError
 
+_UNTOLD = "an internal error"
 _TEXTS: dict[type[PdserveError], str] = {
-    QueueFull: "too many requests are waiting; try again later",
+    ClusterFull: "too many requests are waiting; try again later",
+    QueueFull: "this caller has its share of what waits already; try again later",
     Cancelled: "the request was cancelled",
     WorkerLost: "a worker was lost; try again",
     HandoffFailed: "the KV of this request was lost between two workers; try again",
@@ -32,17 +35,24 @@ _STAGES = frozenset(
     {"edge", "queue", "placement", "intake", "prefill", "handoff", "link", "decode", "cancel"}
 )
 
-_SAFE_STAGES = frozenset({"edge", "placement"})
-"""There a NoWorker says what is lacking, and why if a worker was refused: it names nobody."""
+_TOLD_AT: dict[type[PdserveError], frozenset[str]] = {
+    NoWorker: frozenset({"edge", "placement"}),
+    ClusterFull: frozenset({"edge"}),
+    QueueFull: frozenset({"edge"}),
+}
+"""Stages at which these say what is lacking, and why if a worker was refused: they name nobody."""
 
 
 def public_message(error: PdserveError) -> str:
     """Return the text for a client, over HTTP and gRPC alike."""
-    text = next((text for kind, text in _TEXTS.items() if isinstance(error, kind)), None)
-    if isinstance(error, NoWorker) and error.stage in _SAFE_STAGES:
-        text = f"{error.message}; try again later"
-    if text is None:
-        if error.http_status < HTTPStatus.INTERNAL_SERVER_ERROR:
-            return error.message
-        text = "an internal error"
+    text = _text(error)
     return f"{text} (stage: {error.stage})" if error.stage in _STAGES else text
+
+
+def _text(error: PdserveError) -> str:
+    if error.stage in _TOLD_AT.get(type(error), ()):
+        return f"{error.message}; try again later"
+    for kind, text in _TEXTS.items():
+        if isinstance(error, kind):
+            return text
+    return error.message if error.http_status < HTTPStatus.INTERNAL_SERVER_ERROR else _UNTOLD

@@ -16,6 +16,11 @@ class Route(Protocol):
         """The last snapshot of the cluster."""
         ...
 
+    @property
+    def prefix_key(self) -> bytes:
+        """Under which prompts' beginnings are named; empty: they are not."""
+        ...
+
     def view_age_s(self, now: float) -> float:
         """Seconds since the last snapshot."""
         ...

@@ -1,6 +1,6 @@
 """What both doors call: from a client's call to a stream of text, and the cluster's readiness.
 
-    edge full? ─▶ (body) ─▶ validate ─▶ overload? ─▶ tokenise (off the loop) ─▶ fits? ─▶ start
+    full? ─▶ (body) ─▶ full? ─▶ validate ─▶ overload? ─▶ tokenise (off the loop) ─▶ fits? ─▶ start
 
 Each arrow can refuse with a typed error; no step works in proportion to what an earlier one has
 not bounded. Both doors get the same verdict since this is the one way in.
@@ -16,10 +16,18 @@ from typing import TYPE_CHECKING
 
 from cluster.config import SchedulingConfig
 from cluster.control.readiness import can_serve, lack, may_wait, missing_roles
-from cluster.errors import EngineFault, InvalidRequest, NoWorker, PdserveError, QueueFull
+from cluster.errors import (
+    ClusterFull,
+    EngineFault,
+    InvalidRequest,
+    NoWorker,
+    PdserveError,
+)
+from cluster.policy.order import Ordering
 from cluster.policy.tiers import Tiers
 from router.auth import Keys, StreamsPerKey
 from router.calls import CLIENT_PREFIX, Call, Calls, client_name
+from router.gate import Gate
 from router.given import ANYBODY, Caller
 from router.intake import Intake
 from router.validate import Validator
@@ -64,6 +72,7 @@ class Door:
     keys: Keys = field(default_factory=Keys)
     calls: Calls = field(default_factory=Calls)
     tiers: Tiers = field(default_factory=lambda: Tiers.of(SchedulingConfig()))
+    ordering: Ordering = field(default_factory=Ordering)
 
 
 class Service:
@@ -94,9 +103,12 @@ class Service:
         self._door = door or Door()
         self._streams = StreamsPerKey(limits.max_streams_per_key)
         self._num_at_edge = self._num_watching = 0
+        self.num_reading = 0
+        """Calls whose body is on its way."""
         max_prompt_chars = model.max_model_len * codec.max_token_chars
         self._validator = Validator(model, limits, max_prompt_chars=max_prompt_chars)
         self.tiers = self._door.tiers
+        self._gate = Gate(self._door.ordering, self.tiers, self.metrics)
         self._intake = Intake(
             codec, capacity, self._clock, max_prompt_chars=max_prompt_chars, tiers=self.tiers
         )
@@ -120,11 +132,11 @@ class Service:
     def admission(self, caller: Caller = ANYBODY) -> Iterator[None]:
         """Hold a place for a call until ``generate`` has made requests of it.
 
-        Raises QueueFull before anything is read of a call that finds the router full, or its key
-        with too many calls open.
+        Raises QueueFull before anything is read of a call that finds the router or the queue full,
+        or its key with too many calls open.
         """
         try:
-            self._refuse_if_full(1)
+            self._refuse_new(caller)
             self._streams.take(caller)
         except PdserveError as error:
             self.refused(error)
@@ -134,6 +146,24 @@ class Service:
             yield
         finally:
             self._num_at_edge -= 1
+            self._streams.give_back(caller)
+
+    @contextlib.contextmanager
+    def reading(self, caller: Caller, *, generates: bool) -> Iterator[None]:
+        """Let a call's body be read; raises QueueFull where that would be in vain.
+
+        It counts for its key and holds no other place: a body that doesn't come is in nobody's way.
+        """
+        if generates:
+            self._refuse_new(caller)
+        else:
+            self._refuse_if_full(1)
+        self._streams.take(caller)
+        self.num_reading += 1
+        try:
+            yield
+        finally:
+            self.num_reading -= 1
             self._streams.give_back(caller)
 
     async def generate(self, given: GenerateInput, caller: Caller = ANYBODY) -> Call:
@@ -146,8 +176,10 @@ class Service:
         self.metrics.received()
         try:
             checked = self._validator.check(given)
-            self._refuse_overload(checked)
-            plan = await self._intake.plan(checked, caller, accepted)
+            self._refuse_overload(checked, caller)
+            with self._gate.coming(checked):
+                plan = await self._intake.plan(checked, caller, accepted)
+            self._gate.tokenised(checked, sum(len(prompt.ids) for prompt in plan.prompts))
             # It was held at the edge until now: its key has room for it.
             return self._start(plan)
         except PdserveError as error:
@@ -179,7 +211,7 @@ class Service:
         """Hold a place for one who watches the cluster; raises QueueFull where there is none."""
         if self._num_watching >= MAX_WATCHERS:
             reason = f"{MAX_WATCHERS} clients watch the cluster, the most there may be"
-            raise QueueFull(reason, stage="edge", retry_after_s=_RETRY_AFTER_S)
+            raise ClusterFull(reason, stage="edge", retry_after_s=_RETRY_AFTER_S)
         self._streams.take(caller)
         self._num_watching += 1
         try:
@@ -264,16 +296,22 @@ class Service:
             return None
         return route.view
 
+    def _refuse_new(self, caller: Caller) -> None:
+        self._refuse_if_full(1)
+        view = self._fresh_view()
+        if view is not None and (full := self._gate.full(view, caller)) is not None:
+            raise full
+
     def _refuse_if_full(self, num_more: int) -> None:
         if self._num_at_edge + self.dispatcher.num_open + num_more > self.max_open_calls:
             view = self._fresh_view()
-            raise QueueFull(
+            raise ClusterFull(
                 f"{self.max_open_calls} calls are open here, the most there may be",
                 stage="edge",
                 retry_after_s=view.retry_after_s if view is not None else _RETRY_AFTER_S,
             )
 
-    def _refuse_overload(self, checked: Checked) -> None:
+    def _refuse_overload(self, checked: Checked, caller: Caller) -> None:
         """Refuse from the last snapshot what could only wait in vain."""
         num_choices = checked.num_all_choices
         if num_choices > self.max_open_calls:
@@ -291,9 +329,5 @@ class Service:
         elif not may_wait(view):
             reason = f"not ready: {lack(missing_roles(view), view.refused)}"
             raise NoWorker(reason, stage="edge", retry_after_s=_RETRY_AFTER_S)
-        elif view.num_waiting + min(num_choices, view.max_queue_requests) > view.max_queue_requests:
-            raise QueueFull(
-                f"{view.num_waiting} requests are waiting, the most there may be",
-                stage="edge",
-                retry_after_s=view.retry_after_s or _RETRY_AFTER_S,
-            )
+        elif (refusal := self._gate.refusal(view, checked, caller)) is not None:
+            raise refusal

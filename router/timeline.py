@@ -23,6 +23,12 @@ class Record:
     first_token_s: float = 0.0
 
 
+def cached_tokens(attempt: Attempt) -> int:
+    """Return how many tokens whoever prefilled had cached, of the prompt and what followed."""
+    times = attempt.merger.times
+    return times.get(LegKind.PREFILL, times.get(LegKind.LOCAL, LegTimes())).num_cached_tokens
+
+
 def make_timeline(attempt: Attempt, record: Record, total_s: float) -> Timeline:
     """Return the timeline of a request that ended with ``attempt``."""
     times = attempt.merger.times

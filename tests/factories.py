@@ -4,13 +4,15 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterable, Mapping
 
-from cluster.engine.plan import Outcome, Plan, Scheduled, SequenceEnd, StepEvents
+from cluster.engine.loop import KVCopier
+from cluster.engine.plan import Outcome, Plan, Scheduled, SequenceEnd, StepEvents, Swaps
 from cluster.engine.rules import Rules
 from cluster.engine.scheduler import StepScheduler
 from cluster.engine.sequence import Sequence
 from cluster.errors import Cancelled, PdserveError
 from cluster.kv.block_pool import BlockPool
 from cluster.kv.prefix_index import PrefixIndex
+from cluster.kv.swap_buffer import SwapBuffer
 from cluster.request import LegKey, PromptLogprobs, SamplingParams, TokenLogprobs
 
 EOS_ID = 0
@@ -126,6 +128,23 @@ class FakeRunner:
         self._slots: dict[tuple[int, int], tuple[int, int]] = {}
         """(block, offset) -> (token, digest of it and all before it)."""
         self._token_at: dict[tuple[str, int, int], int] = {}
+        self._swapped: dict[tuple[int, int], tuple[int, int]] = {}
+        """(swap slot, offset) -> what was there in the block."""
+
+    def copy_out(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy blocks to swap slots, with whatever was written there."""
+        self._copy(self._slots, self._swapped, pairs)
+
+    def copy_back(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy swap slots to blocks."""
+        self._copy(self._swapped, self._slots, pairs)
+
+    def _copy(self, source: dict, target: dict, pairs: Iterable[tuple[int, int]]) -> None:
+        for here, there in pairs:
+            for offset in range(self.block_size):
+                target.pop((there, offset), None)
+                if (here, offset) in source:
+                    target[there, offset] = source[here, offset]
 
     def run(self, plan: Plan) -> Outcome:
         self.plans.append(plan)
@@ -246,13 +265,22 @@ class Engine:
         runner: FakeRunner | None = None,
         has_prefix_cache: bool = False,
         rules: Rules | None = None,
+        swap_slots: int = 0,
+        copier: KVCopier | None = None,
     ) -> None:
+        """``copier``: what copies beside a real runner; a fake one does it itself."""
         self.clock = FakeClock()
-        self.pool = BlockPool(num_blocks, make_prefix_index() if has_prefix_cache else None)
+        self.pool = BlockPool(
+            num_blocks,
+            make_prefix_index() if has_prefix_cache else None,
+            SwapBuffer(swap_slots) if swap_slots else None,
+        )
         self.scheduler = StepScheduler(
             self.pool, BLOCK_SIZE, max_num_seqs, token_budget, chunk_tokens, max_model_len, rules
         )
         self.runner = runner or FakeRunner()
+        self.copier = copier or self.runner
+        self.swaps: list[Swaps] = []
         self.log = EventLog()
 
     def add(self, request_id: str = "r", **fields) -> Sequence:
@@ -281,8 +309,12 @@ class Engine:
         return self.scheduler.schedule(self.clock.now())
 
     def step(self, before_commit: Callable[[], None] | None = None) -> Plan | None:
-        """One step of ten milliseconds; None when there was nothing to compute."""
+        """One step of ten milliseconds, and the copies before it; None when there was nothing to
+        compute."""
         plan = self.plan()
+        while plan is not None and plan.swaps is not None:
+            self.swap(plan)
+            plan = self.plan()
         if plan is None:
             self.log.take(self.scheduler.take_events())
             return None
@@ -292,6 +324,16 @@ class Engine:
             before_commit()
         self.log.take(self.scheduler.commit(plan, outcome, self.clock.now()))
         return plan
+
+    def swap(self, plan: Plan) -> None:
+        """Make the copies that a plan asks for."""
+        self.copy(plan.swaps)
+        self.log.take(self.scheduler.commit(plan, Outcome({}), self.clock.now()))
+
+    def copy(self, swaps: Swaps) -> None:
+        self.swaps.append(swaps)
+        self.copier.copy_out(swaps.out)
+        self.copier.copy_back(swaps.back)
 
     def run_to_end(self, max_steps: int = 1000) -> int:
         """Step until nothing is left to compute; returns the number of steps."""
@@ -311,3 +353,5 @@ class Engine:
         self.pool.check()
         assert (self.scheduler.num_running, self.scheduler.num_waiting) == (0, 0)
         assert self.pool.num_free == self.pool.num_blocks
+        swap = self.pool.swap
+        assert swap is None or swap.num_free == swap.num_slots

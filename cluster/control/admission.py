@@ -1,7 +1,8 @@
 """Who may join: a worker's registration against the deploy file and against its peers.
 
 KV moves between any two workers of a cluster. Block size and KV dtype are each pool's own, since
-receivers convert them; in all else a block must mean the same everywhere.
+receivers convert them; in all else a block must mean the same everywhere. So must token ids, and
+the longest context: any worker may be given any request.
 """
 
 from __future__ import annotations
@@ -76,8 +77,12 @@ def _expectations(
 
 
 def _difference(new: Registration, layout: KVLayout, others: Iterable[Registration]) -> str | None:
-    # Thousands of workers have a handful of layouts.
-    for other in {(other.pool, other.layout): other for other in others}.values():
+    # Thousands of workers are of a handful of kinds.
+    for other in {(o.pool, o.layout, o.tokenizer, o.max_model_len): o for o in others}.values():
+        for field in ("max_model_len", "tokenizer"):
+            theirs, own = getattr(other, field), getattr(new, field)
+            if theirs != own:
+                return f"{field}: {theirs} at the other workers, {own} at this one"
         is_mate = other.pool == new.pool
         for difference in KVLayout.parse(other.layout).differences(layout):
             if is_mate or not difference.is_convertible:

@@ -14,7 +14,7 @@ from cluster.control.facts import Want
 from cluster.control.needs import Needs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Hashable, Sequence
+    from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 
     from cluster.control.placement import Placement
     from cluster.control.waiting import Waiting, WaitingQueue
@@ -70,23 +70,23 @@ class BlockedWants:
         if len(group) != 3 or self._queue.routeless:
             return True
         kind, prefill_tokens, decode_tokens = group
-        bounds = self._bounds[kind]
+        bounds = self._bounds.get(kind)
         return bounds is None or bounds.admit(prefill_tokens, decode_tokens)
 
-    def sift(self, heads: Sequence[Head], first_of: Callable[[Hashable], Waiting]) -> list[Head]:
+    def sift(
+        self, heads: Sequence[Head], first_of: Callable[[Hashable], Waiting]
+    ) -> Iterator[Head]:
         """Leave out the groups that no worker has room for; they hold what they lack."""
-        admitted = [head for head in heads if self.admits(head[2])]
-        if len(admitted) == len(heads):
-            return admitted
-        # Within a kind the first one stops the most, and others of it hold nothing more.
-        is_one_kind = len(self._bounds) == 1 and not self._queue.num_special
-        for _, _, group in heads:
-            if not self.admits(group):
-                first = first_of(group)
+        # Among rivals the first one stops the most, and others hold nothing more.
+        are_all_rivals = len(set(self._queue.rivals.values())) == 1 and not self._queue.num_special
+        has_first = False
+        for head in heads:
+            if self.admits(head[2]):
+                yield head
+            elif not has_first or not are_all_rivals:
+                has_first = True
+                first = first_of(head[2])
                 self.add(first.want, first.needs, self._queue.passable_until(first))
-                if is_one_kind:
-                    break
-        return admitted
 
     def look_again(self) -> None:
         """Take in that room has been given away."""
@@ -100,7 +100,7 @@ class BlockedWants:
 
     def add(self, want: Want, needs: Needs, until: float) -> None:
         """Note that a want has no room, and up to which arrival others may pass it."""
-        kind = self._kinds.setdefault(needs.kind, _Kind())
+        kind = self._kinds.setdefault(needs.rivals, _Kind())
         kind.until = min(kind.until, until)
         # Whoever lacks at least as much, and stops no fewer, does it for both.
         if not any(hold.until <= until and needs.covers(hold.needs) for hold in kind.holds):
@@ -111,7 +111,7 @@ class BlockedWants:
         if not self.admits(waiting.group):
             self.add(waiting.want, waiting.needs, self._queue.passable_until(waiting))
             return True
-        kind = self._kinds.get(waiting.needs.kind)
+        kind = self._kinds.get(waiting.needs.rivals)
         return kind is not None and waiting.ticket.arrived > kind.until
 
     def stops_group(self, waiting: Waiting) -> bool:
@@ -120,7 +120,7 @@ class BlockedWants:
 
     def held_from(self, waiting: Waiting) -> Collection[str]:
         """Return the workers that it must leave to wants of other kinds."""
-        arrived, own = waiting.ticket.arrived, waiting.needs.kind
+        arrived, own = waiting.ticket.arrived, waiting.needs.rivals
         held: set[str] = set()
         for name, kind in self._kinds.items():
             if name != own and arrived > kind.until:

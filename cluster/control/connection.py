@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 import grpc
 import grpc.aio
 
+from cluster.trust import ClusterToken
 from cluster.wire.control_pb2_grpc import ControlStub
 
 if TYPE_CHECKING:
@@ -96,18 +97,22 @@ class Connection(Generic[Up, Down]):
     def __init__(
         self,
         address: str,
-        pick: Callable[[ControlStub], Callable[[], Any]],
+        pick: Callable[[ControlStub], Callable[..., Any]],
         *,
         events: StreamEvents[Up, Down],
         name: str,
         backoff: Backoff | None = None,
+        token: ClusterToken | None = None,
     ) -> None:
         self._address = address
         self._pick = pick
         self._events = events
         self._name = name
         self._backoff = backoff or Backoff()
+        self._token = token or ClusterToken()
         self.tap: Tap | None = None
+        self.refusal = ""
+        """Why the control plane last refused to talk; empty since it did."""
         self._outgoing: asyncio.Queue[Up | None] | None = None
         self._task: asyncio.Task[None] | None = None
         self._is_stopping = False
@@ -176,15 +181,17 @@ class Connection(Generic[Up, Down]):
         """Live through one stream; whether the other end spoke."""
         outgoing: asyncio.Queue[Up | None] = asyncio.Queue()
         async with grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel:
-            call = self._pick(ControlStub(channel))()
+            call = self._pick(ControlStub(channel))(metadata=self._token.metadata)
             writer = asyncio.get_running_loop().create_task(_write(call, outgoing))
             try:
                 self._events.on_dialled(outgoing.put_nowait)
                 async for message in call:
-                    self._outgoing = outgoing
+                    self._outgoing, self.refusal = outgoing, ""
                     self._take(message, outgoing)
             except grpc.aio.AioRpcError as error:
                 logger.debug("stream=%s %s %s", self._name, error.code(), error.details())
+                if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                    self.refusal = error.details() or "not let in"
             except Exception:
                 # Ours or theirs, a message that cannot be taken must not end the reconnecting.
                 logger.exception("stream=%s failed on a message", self._name)

@@ -9,6 +9,7 @@ import math
 
 from cluster.config import Role
 from cluster.control import facts
+from cluster.control.prefixes import MAX_NAMES, NO_PREFIX, PromptPrefix
 from cluster.errors import BY_CODE, EngineFault, InvalidRequest, PdserveError
 from cluster.wire import control_pb2 as pb
 
@@ -39,6 +40,8 @@ def want_to_wire(want: facts.Want) -> pb.Want:
         tenant=want.tenant,
         expected_tokens=want.expected_tokens,
         cached_on=want.cached_on,
+        prefix_stride_tokens=want.prefix.stride_tokens,
+        prefix_names=want.prefix.names,
     )
 
 
@@ -58,7 +61,17 @@ def want_from_wire(message: pb.Want) -> facts.Want:
         tenant=message.tenant,
         expected_tokens=message.expected_tokens if message.HasField("expected_tokens") else None,
         cached_on=message.cached_on,
+        prefix=_prefix_from_wire(message),
     )
+
+
+def _prefix_from_wire(message: pb.Want) -> PromptPrefix:
+    names, stride_tokens = message.prefix_names, message.prefix_stride_tokens
+    if not names:
+        return NO_PREFIX
+    if len(names) > MAX_NAMES or not 0 < stride_tokens * len(names) <= message.num_prompt_tokens:
+        raise InvalidRequest("prefix_names: more than the prompt has", field="prefix_names")
+    return PromptPrefix(stride_tokens=stride_tokens, names=tuple(names))
 
 
 def _export_from_wire(message: pb.ExportRef) -> facts.ExportRef:
@@ -164,6 +177,7 @@ def registration_to_wire(registration: facts.Registration) -> pb.Register:
         prefill_per_token_s=registration.prefill_per_token_s,
         pid=registration.pid,
         transport=registration.transport,
+        tokenizer=registration.tokenizer,
     )
 
 
@@ -188,6 +202,7 @@ def registration_from_wire(message: pb.Register) -> facts.Registration:
         prefill_per_token_s=_speed("prefill_per_token_s", message.prefill_per_token_s),
         pid=message.pid,
         transport=_text("transport", message.transport),
+        tokenizer=_text("tokenizer", message.tokenizer),
     )
 
 

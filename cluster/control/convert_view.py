@@ -52,6 +52,12 @@ def view_to_wire(view: facts.ClusterView) -> pb.ClusterView:
         ],
         counters=dict(view.counters),
         is_reconciling=view.is_reconciling,
+        max_queue_tokens=view.max_queue_tokens,
+        tenant_queue_share=view.tenant_queue_share,
+        request_s=view.request_s,
+        are_tenants_fair=view.are_tenants_fair,
+        waiting_tenants=dict(view.waiting_tenants),
+        waiting_standings=dict(view.waiting_standings),
     )
 
 
@@ -101,4 +107,10 @@ def view_from_wire(message: pb.ClusterView) -> facts.ClusterView:
         ),
         counters=dict(message.counters),
         is_reconciling=message.is_reconciling,
+        max_queue_tokens=message.max_queue_tokens,
+        tenant_queue_share=message.tenant_queue_share,
+        request_s=message.request_s,
+        are_tenants_fair=message.are_tenants_fair,
+        waiting_tenants=dict(message.waiting_tenants),
+        waiting_standings=dict(message.waiting_standings),
     )

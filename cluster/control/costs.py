@@ -3,16 +3,17 @@
     cost = wait at the prefill worker + predicted prefill + transfer
            + wait at the decode worker + expected output x its step time with this sequence
 
-Neutral where nothing differs: a worker whose measured speed is within ``_SPEED_NOISE`` of its
-pool's mean counts as the mean, costs within ``_TIE_S`` are equal, and among equals the least
-recently granted pair goes first, then the least recently granted workers.
+Neutral where nothing differs: a worker whose measured speed is near its pool's mean counts as the
+mean (``speeds``), costs within ``_TIE_S`` are equal, and among equals the least recently granted
+pair goes first, then the least recently granted workers.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cluster.control.speeds import Speed, SpeedTable
 from cluster.control.worker_entry import WorkerEntry
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     from cluster.control.facts import Want
     from cluster.control.ledger import Ledger
 
-_SPEED_NOISE = 0.15
+_SPEED_AGE_S = 60.0
+"""What a worker showed of its speed counts for nothing after so long without a step."""
 _TIE_S = 2e-3
 
 
@@ -67,32 +69,8 @@ class Choice:
     first_token_s: float
     reason: str
     cost_s: float
-    is_fallback: bool = False
-    """Whether a decode worker prefills because no prefill worker can."""
-
-
-_Speeds = tuple[float, float, float]
-_STEP_BASE, _STEP_PER_SEQ, _PREFILL_PER_TOKEN = range(3)
-_UNKNOWN: _Speeds = (0.0, 0.0, 0.0)
-
-
-@dataclass(slots=True)
-class _PoolSpeeds:
-    """Sums over a pool's workers that know theirs."""
-
-    sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
-    counts: list[int] = field(default_factory=lambda: [0, 0, 0])
-
-    def add(self, speeds: _Speeds, count: int) -> None:
-        """Add one worker's speeds, or take them out with a ``count`` of -1."""
-        for index, value in enumerate(speeds):
-            if value > 0.0:
-                self.sums[index] += count * value
-                self.counts[index] += count
-
-    def mean(self, index: int) -> float:
-        """Return the mean; 0 where nobody knows."""
-        return self.sums[index] / self.counts[index] if self.counts[index] else 0.0
+    why_local: str = ""
+    """Why a decode worker prefills by itself (a ``Why`` value); empty where none does."""
 
 
 class CostModel:
@@ -108,8 +86,7 @@ class CostModel:
         self._ledger = ledger
         self._caching_pools = caching_pools
         self.expected_output_tokens = expected_output_tokens
-        self._speeds: dict[str, tuple[str, _Speeds]] = {}
-        self._pools: dict[str, _PoolSpeeds] = {}
+        self._speeds = SpeedTable(_SPEED_AGE_S)
 
     def transfer_bytes(self, route: Route, want: Want) -> int:
         """Bytes of KV that the route moves."""
@@ -124,12 +101,7 @@ class CostModel:
 
     def cheapest(self, routes: list[Route], want: Want, now: float) -> Choice:
         """Return the route of lowest cost; ``routes`` is not empty."""
-        prefill_s = {
-            e.worker_id: self.prefill_s(
-                e, want.num_prompt_tokens, num_cached_tokens=self._num_cached_tokens(e, want)
-            )
-            for e in _computing(routes)
-        }
+        prefill_s = {e.worker_id: self.prompt_s(e, want) for e in _computing(routes)}
         num_tokens = min(float(want.max_tokens), self.expected_output_tokens)
         decode_s = {e.worker_id: self.decode_s(e, num_tokens) for e in _decoding(routes)}
         totals = []
@@ -149,41 +121,62 @@ class CostModel:
         first_token_s = 0.0 if route.is_export else prefill_s[route.computing.worker_id]
         return Choice(route=route, first_token_s=first_token_s, reason=reason, cost_s=total)
 
-    def prefill_s(
-        self, entry: WorkerEntry, num_tokens: int, *, num_cached_tokens: int = 0
-    ) -> float:
-        """Wait for the prompts before it, then compute what is not cached."""
-        # What is cached may still count among the prompts before it: the report is on its way.
-        num_ahead = max(0, entry.run_ahead_tokens - num_cached_tokens)
-        num_left = num_ahead + num_tokens - num_cached_tokens
-        return num_left * self._level(entry, _PREFILL_PER_TOKEN)
+    def prompt_s(self, entry: WorkerEntry, want: Want) -> float:
+        """Wait for the prompts before a want's, then compute what is not cached."""
+        num_cached = self.num_cached_tokens(entry, want)
+        num_ahead = entry.run_ahead_tokens
+        if entry.registration.incarnation == want.cached_on:
+            # It may still count among the prompts before it: the report is on its way.
+            num_ahead = max(0, num_ahead - num_cached)
+        num_left = num_ahead + want.num_prompt_tokens - num_cached
+        return num_left * self._speeds.level(entry, Speed.PREFILL_PER_TOKEN)
+
+    def prefill_s(self, entry: WorkerEntry, num_tokens: int) -> float:
+        """Wait for the prompts before it, then compute them all."""
+        num_left = entry.run_ahead_tokens + num_tokens
+        return num_left * self._speeds.level(entry, Speed.PREFILL_PER_TOKEN)
 
     def decode_s(self, entry: WorkerEntry, num_tokens: float) -> float:
         """Wait for the step under way, then decode with this sequence added."""
         num_seqs = entry.num_slots_used
-        per_seq_s = self._level(entry, _STEP_PER_SEQ)
-        step_s = self._level(entry, _STEP_BASE) + per_seq_s * num_seqs
+        per_seq_s = self._speeds.level(entry, Speed.STEP_PER_SEQ)
+        step_s = self._speeds.level(entry, Speed.STEP_BASE) + per_seq_s * num_seqs
         wait_s = step_s if num_seqs > 0 else 0.0
         return wait_s + num_tokens * (step_s + per_seq_s)
 
+    def speeds(self, entry: WorkerEntry, num_seqs: int) -> tuple[float, float]:
+        """Return its seconds for a prompt token, and for a step of so many sequences."""
+        step_s = self._speeds.level(entry, Speed.STEP_BASE)
+        step_s += num_seqs * self._speeds.level(entry, Speed.STEP_PER_SEQ)
+        return self._speeds.level(entry, Speed.PREFILL_PER_TOKEN), step_s
+
     def learn_speeds(self, worker_id: str, entry: WorkerEntry | None) -> None:
         """Take in a worker's speeds as they are now; None: it is gone."""
-        pool, old = self._speeds.pop(worker_id, ("", _UNKNOWN))
-        if pool:
-            self._pools[pool].add(old, -1)
-        if entry is not None:
-            pool, new = entry.registration.pool, _speeds(entry)
-            self._speeds[worker_id] = (pool, new)
-            self._pools.setdefault(pool, _PoolSpeeds()).add(new, 1)
+        if entry is None:
+            self._speeds.forget(worker_id)
+        else:
+            self._speeds.learn(entry)
 
-    def _num_cached_tokens(self, entry: WorkerEntry, want: Want) -> int:
-        """Whole blocks of the prompt, but for its last token: a draw needs that one computed."""
-        registration = entry.registration
-        is_there = registration.incarnation == want.cached_on
-        if not is_there or registration.pool not in self._caching_pools:
+    def num_cached_tokens(self, entry: WorkerEntry, want: Want) -> int:
+        """Predict how much of a prompt a worker has: whole blocks, and never its last token, for a
+        draw needs that one computed."""
+        registration, most = entry.registration, want.num_prompt_tokens - 1
+        if registration.incarnation != want.cached_on:
+            known = self._ledger.prefixes.holders(want.prefix).get(registration.worker_id, 0)
+            if not known:
+                return 0
+            most = min(most, known)
+        if registration.pool not in self._caching_pools:
             return 0
-        num_tokens = max(0, want.num_prompt_tokens - 1)
-        return num_tokens - num_tokens % registration.block_size
+        return max(0, most - most % registration.block_size)
+
+    def learn_prompt(self, route: Route, want: Want) -> None:
+        """Note which caches a prompt comes to by this route."""
+        for entry in route.workers:
+            registration = entry.registration
+            if registration.pool in self._caching_pools:
+                num_tokens = registration.num_blocks * registration.block_size
+                self._ledger.prefixes.learn(entry.worker_id, num_tokens, want.prefix)
 
     def _transfer_s(
         self, prefill: WorkerEntry, decode: WorkerEntry, want: Want, now: float
@@ -194,13 +187,6 @@ class CostModel:
             prefill.blocks_for(want.num_prompt_tokens) * prefill.block_bytes,
             now,
         )
-
-    def _level(self, entry: WorkerEntry, index: int) -> float:
-        """Return the worker's own value, or the pool's mean where it is unknown or about that."""
-        _, own = self._speeds.get(entry.worker_id, ("", _UNKNOWN))
-        mean = self._pools[entry.registration.pool].mean(index)
-        value = own[index]
-        return mean if value <= 0.0 or abs(value - mean) <= _SPEED_NOISE * mean else value
 
     def _recency(self, route: Route) -> tuple[int, int, int]:
         orders = [entry.last_granted for entry in route.workers]
@@ -221,12 +207,3 @@ def _computing(routes: list[Route]) -> Iterable[WorkerEntry]:
 
 def _decoding(routes: list[Route]) -> Iterable[WorkerEntry]:
     return {r.decode.worker_id: r.decode for r in routes if r.decode is not None}.values()
-
-
-def _speeds(entry: WorkerEntry) -> _Speeds:
-    report, registration = entry.report, entry.registration
-    return (
-        report.step_base_s or registration.step_base_s,
-        report.step_per_seq_s or registration.step_per_seq_s,
-        report.prefill_per_token_s or registration.prefill_per_token_s,
-    )

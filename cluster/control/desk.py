@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -36,6 +37,7 @@ _RouterSession = Session[pb.RouteDecision]
 _WorkerSession = Session[pb.Directive]
 
 _MAX_SHOWN_CHARS = 64
+_KEY_BYTES = 32
 
 
 class Desk(pb_grpc.ControlServicer):
@@ -48,6 +50,8 @@ class Desk(pb_grpc.ControlServicer):
         self._clock = clock
         self._term = term
         self._planner = Planner(config, term=term, settings=settings, now=clock.now())
+        # Of this process alone: who comes after it has to learn all names anew anyway.
+        self._prefix_key = secrets.token_bytes(_KEY_BYTES)
         self._cancels = CancelDesk(settings.cancel_timeout_s)
         self._routers: dict[str, _RouterSession] = {}
         self._workers: dict[str, _WorkerSession] = {}
@@ -88,7 +92,8 @@ class Desk(pb_grpc.ControlServicer):
         router_id, incarnation = hello.hello.router_id, hello.hello.incarnation
         session = _RouterSession(router_id, incarnation)
         self._replace(self._routers, session)
-        session.put(pb.RouteDecision(welcome=pb.RouterWelcome(term=self._term)))
+        welcome = pb.RouterWelcome(term=self._term, prefix_key=self._prefix_key)
+        session.put(pb.RouteDecision(welcome=welcome))
         session.put_view(pb.RouteDecision(view=self._view()))
         self._carry_out(self._planner.router_joined(router_id, incarnation, self._clock.now()))
         try:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cluster.config import Role
+from cluster.control.prefixes import NO_PREFIX, PromptPrefix
 from cluster.errors import PdserveError
 from cluster.request import Peer
 
@@ -64,6 +65,8 @@ class Want:
     """The client's guess at the whole output's length."""
     cached_on: str = ""
     """Incarnation whose prefix cache has the prompt: another choice was prefilled there."""
+    prefix: PromptPrefix = NO_PREFIX
+    """Names of the prompt's beginnings: who has them need not compute them."""
 
 
 # ---- control plane -> router
@@ -167,6 +170,8 @@ class Registration:
     pid: int
     transport: str
     """A ``TransportKind`` value."""
+    tokenizer: str = ""
+    """Digest of the tokenizer beside the weights; empty where there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,5 +266,17 @@ class ClusterView:
     refused: tuple[RefusedWorker, ...] = ()
     counters: Mapping[str, float] = field(default_factory=dict)
     """Monotonic counters of this control plane."""
+    max_queue_tokens: int = 1 << 62
+    """Prompt tokens that may wait."""
+    tenant_queue_share: float = 1.0
+    """Part of the queue that one named tenant may take."""
+    request_s: float = 0.0
+    """Seconds in which one of those that wait is placed; 0: unknown."""
+    are_tenants_fair: bool = False
+    """Whether tenants take turns."""
+    waiting_tenants: Mapping[str, int] = field(default_factory=dict)
+    """Wants by tenant; of many tenants the largest. For routers alone."""
+    waiting_standings: Mapping[int, int] = field(default_factory=dict)
+    """Wants by ``Ordering.standing``."""
     is_reconciling: bool = False
     """It has just started: workers are still coming back, and nobody is rejected for the lack."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections import deque
 from typing import TYPE_CHECKING
 
 from cluster.control.decisions import SendGrant
 from cluster.control.facts import Grant, Placed
 from cluster.control.ledger import GrantRecord
+from cluster.control.local_prefill import Why
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -22,11 +22,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_GRANTS_FOR_RATE = 64
-
 
 class Granter:
-    """Enters grants in the ledger, and knows how fast they come."""
+    """Enters grants in the ledger."""
 
     def __init__(
         self,
@@ -43,7 +41,6 @@ class Granter:
         self._costs = costs
         self._counts = counts
         self._orders = itertools.count(1)
-        self._granted_at: deque[float] = deque(maxlen=_GRANTS_FOR_RATE)
 
     def grant(
         self, waiting: Waiting, choice: Choice, now: float, counted_tokens: float = 0.0
@@ -76,18 +73,13 @@ class Granter:
             export_grant_id=want.export.grant_id if want.export is not None else "",
         )
         self._ledger.add_grant(record, order, now)
-        self._granted_at.append(now)
+        self._costs.learn_prompt(route, want)
         self._counts["grants"] += 1
         self._counts["grants_of_exports"] += route.is_export
-        self._counts["grants_local_fallback"] += choice.is_fallback
+        for why in Why:
+            self._counts[f"grants_local_{why.value}"] += choice.why_local == why.value
         logger.info("request=%s/%d grant=%s %s", *waiting.key, grant_id, choice.reason)
         return SendGrant(router_id=waiting.router_id, grant=grant)
-
-    def seconds_per_grant(self, now: float) -> float | None:
-        """Return the mean over the last grants; None before there are two."""
-        if len(self._granted_at) < 2:
-            return None
-        return (now - self._granted_at[0]) / len(self._granted_at)
 
 
 def _placed(entry: WorkerEntry | None) -> Placed | None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from cluster.control.admission import block_bytes
 from cluster.control.facts import BlockCounts, Grant, Health, Registration, WorkerReport
+from cluster.control.prefixes import PrefixTable
 from cluster.control.worker_entry import Charge, WorkerEntry
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ class Ledger:
         self.changed: set[str] = set()
         """Workers that changed in what placing depends on; whoever reads it empties it."""
         self._of_role: dict[Role, dict[str, WorkerEntry]] = {}
+        self.prefixes = PrefixTable()
+        """Which prompts' beginnings each worker has."""
         self.max_model_len: int | None = None
         """Of the worker with the longest context; None without workers."""
         self._by_want: dict[WantKey, str] = {}
@@ -91,6 +94,7 @@ class Ledger:
             empty = WorkerReport(blocks=BlockCounts(free=registration.num_blocks))
             entry = WorkerEntry(registration, empty, now, self.changed)
             entry.block_bytes = block_bytes(registration.layout)
+            self.prefixes.forget(registration.worker_id)
             self.workers[registration.worker_id] = entry
             self.num_changes += 1
             self._of_role.setdefault(registration.role, {})[registration.worker_id] = entry
@@ -134,6 +138,7 @@ class Ledger:
             record.is_taken_back = True
             self._end_transfer(record)
         self.links.forget(worker_id)
+        self.prefixes.forget(worker_id)
         return len(lost)
 
     def add_grant(self, record: GrantRecord, order: int, now: float) -> None:
@@ -207,6 +212,10 @@ class Ledger:
             if leg_grant_id not in entry.held:
                 self._end_transfer(self.grants[grant_id])
         self._learn(entry, report, now)
+        if not report.blocks.free:
+            # Blocks are taken from the cache only when no other is left.
+            num_blocks = report.blocks.cached + report.blocks.held
+            self.prefixes.keep(entry.worker_id, num_blocks * entry.registration.block_size)
         for grant_id in entry.held - entry.charges.keys():
             if entry.worker_id in self._done.get(grant_id, ()):
                 # It was on its way when its router was done with it, or its worker was away.

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from cluster.config import DeployConfig
     from cluster.control.capacity import Capacity
     from cluster.control.facts import Want
+    from cluster.control.local_prefill import LocalPrefillRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +25,9 @@ class Needs:
     """Sizes in tokens."""
 
     kind: Hashable
-    """What decides which workers could serve it at all: equal for wants that compete."""
+    """What decides which workers could serve it at all."""
+    rivals: Hashable
+    """Equal for wants that compete for the same workers, if not by the same ways."""
     prefill_tokens: int
     """KV on whoever prefills."""
     decode_tokens: int
@@ -32,6 +35,8 @@ class Needs:
 
     is_special: bool = False
     """Whether it is the kind of one want alone."""
+    may_be_local: bool = False
+    """Whether a decode worker may prefill it where that costs less."""
 
     def covers(self, other: Needs) -> bool:
         """Whether whoever has no room for these has none for ``other`` either."""
@@ -45,11 +50,14 @@ class Needs:
 class NeedsRule:
     """Tells what wants need, by a deploy file."""
 
-    def __init__(self, config: DeployConfig, capacity: Capacity, growth_tokens: int) -> None:
+    def __init__(
+        self, config: DeployConfig, capacity: Capacity, local: LocalPrefillRule, growth_tokens: int
+    ) -> None:
         """``growth_tokens``: output for which decode room is counted at most, where a worker can
         preempt when it runs short."""
         self._pools = config.pools
         self._capacity = capacity
+        self._local = local
         self._unit = math.gcd(*(pool.block_size for pool in config.pools))
         can_grow = config.scheduling.preemption is not Preemption.OFF
         self._kinds: dict[Hashable, int] = {}
@@ -57,18 +65,29 @@ class NeedsRule:
 
     def needs(self, want: Want) -> Needs:
         """Return what it needs."""
-        prompt = want.num_prompt_tokens
-        decode = min(kv_tokens(want), prompt + self._growth_tokens)
+        may_be_local = self._local.may_take(want) and not self.is_single(want)
+        rivals = self._kind(want)
+        kind = self._kinds.setdefault((rivals, "local"), len(self._kinds))
         return Needs(
-            kind=self._kind(want),
-            prefill_tokens=self._round(prompt),
-            decode_tokens=self._round(decode),
-            is_special=bool(want.avoid) or want.export is not None,
+            kind=kind if may_be_local else rivals,
+            rivals=rivals,
+            prefill_tokens=self._round(want.num_prompt_tokens),
+            decode_tokens=self.decode_tokens(want),
+            is_special=_is_special(want),
+            may_be_local=may_be_local,
         )
 
-    def group(self, want: Want) -> Hashable:
+    def uncached_tokens(self, want: Want) -> int:
+        """Return the prompt tokens that somebody has to compute for it at least."""
+        return self._local.uncached_tokens(want)
+
+    def decode_tokens(self, want: Want) -> int:
+        """Return what is counted for it on whoever decodes."""
+        most = want.num_prompt_tokens + self._growth_tokens
+        return self._round(min(kv_tokens(want), most))
+
+    def group(self, want: Want, needs: Needs) -> Hashable:
         """Return its group; a want that avoids workers is alone in its own."""
-        needs = self.needs(want)
         if needs.is_special:
             return (want.request_id, want.attempt)
         return (needs.kind, needs.prefill_tokens, needs.decode_tokens)
@@ -83,13 +102,17 @@ class NeedsRule:
         prompt, kv = want.num_prompt_tokens, kv_tokens(want)
         fits = tuple((prompt <= p.kv_tokens, kv <= p.kv_tokens) for p in self._pools)
         kind = (self.is_single(want), want.attempt > 0, fits)
-        if want.avoid or want.export is not None:
+        if _is_special(want):
             return kind, want.request_id, want.attempt
         # There is a handful of them, and they are compared often.
         return self._kinds.setdefault(kind, len(self._kinds))
 
     def _round(self, num_tokens: int) -> int:
         return -(-num_tokens // self._unit) * self._unit
+
+
+def _is_special(want: Want) -> bool:
+    return bool(want.avoid) or want.export is not None
 
 
 def kv_tokens(want: Want) -> int:

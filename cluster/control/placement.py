@@ -2,9 +2,10 @@
 
 A *route* is a prefill worker with a decode worker, a prefill worker alone (the choice ends at its
 first token), or one worker that does both (LOCAL). Mixed workers stand in for a role that has no
-pool of its own. A decode worker prefills by itself only where no prefill worker can: none lives,
-or the prompt and output so far of a resumed request are too long for all of them. An export's
-prefill worker is given; only its decode worker is chosen.
+pool of its own. A decode worker prefills by itself where no prefill worker can (none lives, or the
+prompt and output so far of a resumed request are too long for all of them), where it is configured,
+and where there is little to compute and it costs less than by the best pair (``local_prefill``). An
+export's prefill worker is given; only its decode worker is chosen.
 
 Of those with room the cheapest few are looked at (``fleet``), in all combinations (``costs``).
 """
@@ -20,6 +21,7 @@ from cluster.control.capacity import Capacity
 from cluster.control.costs import Choice, CostModel, Route
 from cluster.control.facts import Health, Want
 from cluster.control.fleet import Fleet, Part
+from cluster.control.local_prefill import LocalPrefillRule, Why
 from cluster.control.needs import Needs, NeedsRule, kv_tokens
 from cluster.control.worker_entry import Charge, WorkerEntry
 from cluster.errors import InvalidRequest
@@ -79,8 +81,11 @@ class _Ways:
     prefill: Role | None = None
     decode: Role | None = None
     local: tuple[Role, ...] = ()
+    extra: Role | None = None
+    """Decode workers, who may prefill too where that costs less."""
+    why_local: str = ""
     note: str = ""
-    """Why it is a fallback."""
+    """Why decode workers prefill, in words."""
 
     def parts(self) -> Iterator[tuple[Role, Part]]:
         """Iterate over whom it may use for what."""
@@ -88,8 +93,13 @@ class _Ways:
             yield self.prefill, Part.PREFILL
         if self.decode is not None:
             yield self.decode, Part.DECODE
-        for role in self.local:
+        for role in self.all_local:
             yield role, Part.LOCAL
+
+    @property
+    def all_local(self) -> tuple[Role, ...]:
+        """Who may do both parts, if perhaps for more."""
+        return self.local if self.extra is None else (*self.local, self.extra)
 
 
 class Placement:
@@ -107,7 +117,8 @@ class Placement:
         self._prefill_role = Role.PREFILL if Role.PREFILL in roles else stand_in
         self._decode_role = Role.DECODE if Role.DECODE in roles else stand_in
         self._capacity = Capacity.of(config.pools, max_model_len=config.model.max_model_len)
-        self.rule = NeedsRule(config, self._capacity, settings.growth_tokens)
+        self._local = LocalPrefillRule(config.scheduling, ledger, costs)
+        self.rule = NeedsRule(config, self._capacity, self._local, settings.growth_tokens)
         pools = {pool.name: pool for pool in config.pools}
         self._known_ways: dict[tuple[Hashable, bool], _Ways | NoRoute] = {}
         self._ways_known_at = self._grown_at = 0
@@ -166,11 +177,15 @@ class Placement:
         if isinstance(ways, NoRoute):
             return ways
         routes = self._routes(ways, want, needs, held)
-        if not routes:
+        choice = self._costs.cheapest(routes, want, now) if routes else None
+        if ways.extra is not None and ways.prefill is not None:
+            decodes = self._shortlist(ways.extra, Part.LOCAL, want, needs, held)
+            choice = self._local.cheaper(choice, decodes, want, ways.prefill)
+        if choice is None:
             return Blocked()
-        choice = self._costs.cheapest(routes, want, now)
         if ways.note:
-            return replace(choice, is_fallback=True, reason=ways.note + choice.reason)
+            reason = ways.note + choice.reason
+            return replace(choice, why_local=ways.why_local, reason=reason)
         return choice
 
     def take_growth(self) -> bool:
@@ -191,7 +206,7 @@ class Placement:
         most, decode_most = self._fleet.most, _NO_BOUND
         if ways.decode is not None:
             decode_most = most(ways.decode, Part.DECODE).decode
-        local = [most(role, Part.LOCAL) for role in ways.local]
+        local = [most(role, Part.LOCAL) for role in ways.all_local]
         return Bounds(
             prefill=-1 if ways.prefill is None else most(ways.prefill, Part.PREFILL).prefill,
             decode=decode_most,
@@ -228,7 +243,7 @@ class Placement:
             is_local = route.prefill is None
             charges[route.decode.worker_id] = Charge(
                 slots=1,
-                blocks=route.decode.blocks_for(self.rule.needs(want).decode_tokens),
+                blocks=route.decode.blocks_for(self.rule.decode_tokens(want)),
                 prompt_tokens=want.num_prompt_tokens if is_local else 0,
             )
         return charges
@@ -247,6 +262,9 @@ class Placement:
         return ways
 
     def _find_ways(self, want: Want, *, may_fall_back: bool) -> _Ways | NoRoute:
+        forced = self._forced(want)
+        if forced is not None:
+            return forced
         prefill = self._if_any(want, self._prefill_role, Part.PREFILL)
         is_single = self.rule.is_single(want)
         if is_single and prefill is not None:
@@ -259,12 +277,23 @@ class Placement:
                 local = (*local, decode)
             if not local:
                 return NoRoute(role=Role.PREFILL if is_single else Role.DECODE)
-            return _Ways(local=local, note=self._fall_back_note())
+            note = self._fall_back_note()
+            return _Ways(local=local, why_local=Why.FALLBACK.value, note=note)
         if is_single or not (local or (prefill is not None and decode is not None)):
             return NoRoute(role=Role.DECODE if prefill is not None else Role.PREFILL)
         if prefill is None or decode is None:
             return _Ways(local=local)
-        return _Ways(prefill=prefill, decode=decode, local=local)
+        extra = decode if self._local.may_take(want) and decode not in local else None
+        return _Ways(prefill=prefill, decode=decode, local=local, extra=extra)
+
+    def _forced(self, want: Want) -> _Ways | None:
+        """Return the decode workers, where they prefill all that they can hold."""
+        if not self._local.is_forced:
+            return None
+        role = self._if_any(want, self._decode_role, Part.LOCAL)
+        if role is None:
+            return None
+        return _Ways(local=(role,), why_local=Why.FORCED.value, note="local prefill is set: ")
 
     def _routes(
         self, ways: _Ways, want: Want, needs: Needs, held: Collection[str], most: int = SHORTLIST
@@ -330,9 +359,22 @@ class Placement:
             if entry.worker_id not in held and self._fits(entry, part, want)
         )
         listed = list(itertools.islice(free, most))
-        if want.cached_on and part is not Part.DECODE:
-            # Who has the prompt may be dearer than these before that is counted.
+        if part is Part.DECODE:
+            return listed
+        # Who has the prompt may be dearer than these before that is counted.
+        if want.cached_on:
             listed += [e for e in free if e.registration.incarnation == want.cached_on]
+        for worker_id in self._ledger.prefixes.holders(want.prefix):
+            holder = self._ledger.workers.get(worker_id)
+            if (
+                holder is not None
+                and holder.registration.role is role
+                and all(entry is not holder for entry in listed)
+                and worker_id not in held
+                and self._fits(holder, part, want)
+                and self._fleet.has_room(holder, part, needs)
+            ):
+                listed.append(holder)
         return listed
 
     def _if_any(self, want: Want, role: Role | None, part: Part) -> Role | None:

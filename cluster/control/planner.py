@@ -26,10 +26,11 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cluster.control import readiness
+from cluster.control import overload, readiness
 from cluster.control.blocking import BlockedWants
 from cluster.control.costs import Choice, CostModel
 from cluster.control.decisions import Decision, SendGrant, SendReject
+from cluster.control.entrance import Entrance
 from cluster.control.facts import (
     ClusterView,
     Registration,
@@ -51,7 +52,6 @@ from cluster.errors import (
     InvalidRequest,
     NoWorker,
     PdserveError,
-    QueueFull,
 )
 
 if TYPE_CHECKING:
@@ -61,7 +61,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NO_WORKER_RETRY_S = 2.0
-_RETRY_RANGE_S = (1.0, 60.0)
 
 
 class Planner:
@@ -83,6 +82,7 @@ class Planner:
         )
         self._placement = Placement(config, self._ledger, self._costs, settings)
         self._queue = WaitingQueue(config.scheduling, self._placement.rule)
+        self._entrance = Entrance(config.scheduling, self._queue, self._ledger, self._costs)
         self._routers = Routers(settings.router_grace_s)
         self._counts: Counter[str] = Counter()
         self._granter = Granter(
@@ -120,14 +120,11 @@ class Planner:
         if want.export is not None:
             self._ledger.export_waits(want.export)
         error: PdserveError | None = self._objection(want)
-        # One that has waited already, or whose workers failed it, was let in before.
+        # It has waited already, its workers have failed it, or its call has other choices.
         was_let_in = key in self._queue or want.is_resent or _was_served(want)
-        if error is None and not was_let_in and self._is_full(now):
-            error = QueueFull(
-                f"{len(self._queue)} requests wait already",
-                stage="queue",
-                retry_after_s=self._retry_after_s(now),
-            )
+        was_let_in |= bool(want.cached_on)
+        if error is None and not was_let_in and not self._is_reconciling(now):
+            error = self._entrance.refusal(want, now)
         if error is not None:
             self._queue.remove(key)
             return [self._reject(router_id, want, error)]
@@ -224,18 +221,25 @@ class Planner:
             )
             for _, entry in sorted(self._ledger.workers.items())
         )
+        load, bounds = self._entrance.shown(now), self._entrance.bounds
         return ClusterView(
             term=self.term,
             workers=workers,
             links=self._ledger.links_view(now),
-            num_waiting=len(self._queue),
-            waiting_tokens=self._queue.num_tokens,
+            num_waiting=load.num_requests,
+            waiting_tokens=load.num_tokens,
             num_granted=len(self._ledger.grants),
             num_routers=self._routers.num_connected,
-            max_queue_requests=self._config.scheduling.max_queue_requests,
-            retry_after_s=self._retry_after_s(now),
+            max_queue_requests=bounds.max_requests,
+            retry_after_s=overload.retry_after_s(load),
             refused=self._members.refusals.view(now),
             is_reconciling=self._is_reconciling(now),
+            max_queue_tokens=bounds.max_tokens,
+            tenant_queue_share=bounds.tenant_share,
+            request_s=load.request_s,
+            are_tenants_fair=load.is_fair,
+            waiting_tenants=load.tenants,
+            waiting_standings=load.standings,
             counters={**self._counts, "registrations_refused": self._members.refusals.num_refused},
         )
 
@@ -246,6 +250,11 @@ class Planner:
     # ---- placing
 
     def _place(self, now: float, *, is_tick: bool = False) -> list[Decision]:
+        decisions = self._walk(now, is_tick=is_tick)
+        self._entrance.pace.looked(now, is_waiting=len(self._queue) > 0)
+        return decisions
+
+    def _walk(self, now: float, *, is_tick: bool) -> list[Decision]:
         """Walk the queue in order and grant what has room.
 
         Where nobody has more room than at the last walk, and nobody came or went, time alone
@@ -276,6 +285,7 @@ class Planner:
             if isinstance(outcome, Choice):
                 self._queue.remove(waiting.key)
                 counted_tokens = self._queue.granted(waiting.want)
+                self._entrance.pace.granted(now, has_waited=now > waiting.entered)
                 decisions.append(self._granter.grant(waiting, outcome, now, counted_tokens))
                 blocked.look_again()
                 if blocked.is_hopeless():
@@ -331,20 +341,6 @@ class Planner:
 
     def _is_reconciling(self, now: float) -> bool:
         return now - self._started_at < self._settings.reconcile_s
-
-    def _is_full(self, now: float) -> bool:
-        limit = self._config.scheduling.max_queue_requests
-        return len(self._queue) >= limit and not self._is_reconciling(now)
-
-    def _retry_after_s(self, now: float) -> float:
-        """Estimate when half of the queue will be gone, by the rate of the last grants."""
-        low, high = _RETRY_RANGE_S
-        if not self._queue:
-            return low
-        per_grant_s = self._granter.seconds_per_grant(now)
-        if per_grant_s is None:
-            return _NO_WORKER_RETRY_S
-        return min(high, max(low, per_grant_s * len(self._queue) / 2))
 
     # ---- ends
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from cluster.clock import Clock
     from cluster.control.facts import Registration, WorkerReport
+    from cluster.trust import ClusterToken
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class ReportClient:
     sent any more; ``accepted`` raises the same error where there was no acceptance before.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (what it tells, and what it shows)
         self,
         address: str,
         *,
@@ -54,6 +55,7 @@ class ReportClient:
         on_abort_grant: Callable[[str], None],
         clock: Clock,
         timing: ReportTiming | None = None,
+        token: ClusterToken | None = None,
     ) -> None:
         self._registration = registration
         self._report = report
@@ -66,6 +68,7 @@ class ReportClient:
             events=self,
             name="report",
             backoff=self._timing.backoff,
+            token=token,
         )
         self._accepted: asyncio.Future[None] | None = None
         self._refused: asyncio.Future[StartupError] | None = None
@@ -95,6 +98,11 @@ class ReportClient:
     def is_connected(self) -> bool:
         """Whether the control plane has accepted this worker on the present stream."""
         return self._is_connected
+
+    @property
+    def refusal(self) -> str:
+        """Why the control plane did not even talk to this worker; empty where it does."""
+        return self._stream.refusal
 
     def set_tap(self, tap: connection.Tap | None) -> None:
         """Let faults be injected between this client and its stream; None: none, as at first."""

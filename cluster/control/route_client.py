@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cluster.clock import Clock
+    from cluster.trust import ClusterToken
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class _Waiting:
 class RouteClient:
     """Places requests through the control plane at ``address``; reconnects by itself."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (who it is, and what it shows)
         self,
         address: str,
         *,
@@ -80,6 +81,7 @@ class RouteClient:
         clock: Clock,
         events: RouteEvents,
         timing: RouteTiming | None = None,
+        token: ClusterToken | None = None,
     ) -> None:
         self._hello = pb.RouterHello(router_id=router_id, incarnation=incarnation)
         self._clock = clock
@@ -92,6 +94,7 @@ class RouteClient:
                 events=self,
                 name=f"route:{router_id}",
                 backoff=self._timing.backoff,
+                token=token,
             )
         )
         self._waiting: dict[WantKey, _Waiting] = {}
@@ -100,6 +103,7 @@ class RouteClient:
         self._cancels: dict[int, asyncio.Future[bool]] = {}
         self._cancel_ids = itertools.count(1)
         self._term = 0
+        self._prefix_key = b""
         self._is_connected = False
         self._away_since = clock.now()
         self._view: ClusterView | None = None
@@ -111,6 +115,11 @@ class RouteClient:
     def view(self) -> ClusterView | None:
         """The last snapshot; None before the first."""
         return self._view
+
+    @property
+    def prefix_key(self) -> bytes:
+        """The control plane's key for naming prompts' beginnings; empty before it has told one."""
+        return self._prefix_key
 
     @property
     def is_connected(self) -> bool:
@@ -206,6 +215,7 @@ class RouteClient:
         """Take one decision."""
         kind = message.WhichOneof("kind")
         if kind == "welcome":
+            self._prefix_key = message.welcome.prefix_key
             self._welcomed(message.welcome.term)
         elif kind == "grant":
             self._granted(convert.grant_from_wire(message.grant))

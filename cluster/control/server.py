@@ -13,7 +13,6 @@ import time
 from typing import TYPE_CHECKING
 
 import grpc
-import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -21,11 +20,14 @@ from cluster.control.connection import MAX_MESSAGE_BYTES
 from cluster.control.desk import Desk
 from cluster.control.settings import ControlSettings
 from cluster.errors import StartupError
-from cluster.grpc_server import StandingServer
+from cluster.grpc_server import StandingServer, make_server
+from cluster.trust import ClusterToken
 from cluster.wire import control_pb2 as pb
 from cluster.wire import control_pb2_grpc as pb_grpc
 
 if TYPE_CHECKING:
+    import grpc.aio
+
     from cluster.clock import Clock
     from cluster.config import DeployConfig
 
@@ -58,8 +60,10 @@ class ControlServer:
         settings: ControlSettings | None = None,
         term: int | None = None,
     ) -> None:
+        """Raises StartupError where the cluster token cannot be read."""
         self._clock = clock
         self._settings = settings or ControlSettings()
+        self._token = ClusterToken.load(config.security)
         self.term = time.time_ns() // 1_000_000 if term is None else term
         self._desk = Desk(config, clock, settings=self._settings, term=self.term)
         self._server: StandingServer | None = None
@@ -95,7 +99,7 @@ class ControlServer:
         await server.stop(grace_s)
 
     def _make(self, host: str, port: int) -> tuple[grpc.aio.Server, int]:
-        server = grpc.aio.server(options=_SERVER_OPTIONS)
+        server = make_server(interceptors=self._token.guards, options=_SERVER_OPTIONS)
         pb_grpc.add_ControlServicer_to_server(self._desk, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)

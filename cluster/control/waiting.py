@@ -10,7 +10,7 @@ import heapq
 import itertools
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from cluster.config import Policy
 from cluster.control.facts import Want
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from cluster.control.needs import NeedsRule
 
 
+K = TypeVar("K", bound="Hashable")
+
+
 @dataclass(slots=True, kw_only=True)
 class Waiting:
     """A want in the queue; instants are on the planner's clock."""
@@ -37,6 +40,7 @@ class Waiting:
     needs: Needs
     ticket: Ticket
     deadline: float
+    entered: float
     routeless_since: float | None = None
     """Since when no worker is there that could serve it."""
 
@@ -68,12 +72,18 @@ class WaitingQueue:
         self._smallest: dict[Hashable, Needs] = {}
         self.samples: dict[Hashable, Want] = {}
         """One want of each kind that waits, but for the special ones."""
+        self.rivals: dict[Hashable, Hashable] = {}
+        """``Needs.rivals`` of each of these kinds."""
         self.routeless: set[WantKey] = set()
         """Wants that nobody who is there could serve."""
         self.num_special = 0
         """Wants that are alone of their kind: exports, and those that avoid workers."""
         self.num_tokens = 0
         """Prompt tokens that wait."""
+        self.tenants: Counter[str] = Counter()
+        """Wants by tenant."""
+        self.standings: Counter[int] = Counter()
+        """Wants by ``Ordering.standing``."""
 
     def __len__(self) -> int:
         """Return the number of wants."""
@@ -96,28 +106,28 @@ class WaitingQueue:
 
         It was checked.
         """
-        tier = self._tiers.rank(want.priority)
+        tier, needs = self._tiers.rank(want.priority), self._rule.needs(want)
         old = self.remove((want.request_id, want.attempt))
         waiting = Waiting(
             want=want,
             router_id=router_id,
-            needs=self._rule.needs(want),
+            needs=needs,
             ticket=Ticket(
                 arrived=now - want.waited_s if old is None else old.ticket.arrived,
                 order=next(self._orders) if old is None else old.ticket.order,
                 tier=tier if self._ordering.policy is Policy.PRIORITY else 0,
                 tenant=want.tenant,
-                work=want.num_prompt_tokens + self.expected_output(want),
-                group=self._rule.group(want),
+                work=self._work(want),
+                group=self._rule.group(want, needs),
                 ahead=Ahead.NO if want.export is None else Ahead.OF_ALL,
             ),
             deadline=now + want.remaining_s,
+            entered=now if old is None else old.entered,
             routeless_since=None if old is None else old.routeless_since,
         )
         self._queue.add(waiting.key, waiting, waiting.ticket)
         self.note_route(waiting, waiting.routeless_since)
         heapq.heappush(self._deadlines, (waiting.deadline, waiting.ticket.order, waiting.key))
-        self.num_tokens += want.num_prompt_tokens
         self._count(waiting, 1)
         self._has_news = True
         return waiting
@@ -126,7 +136,6 @@ class WaitingQueue:
         """Take a want out; None where it does not wait."""
         waiting = self._queue.remove(key)
         if waiting is not None:
-            self.num_tokens -= waiting.want.num_prompt_tokens
             self.routeless.discard(key)
             self._count(waiting, -1)
             self._has_news = True
@@ -180,18 +189,32 @@ class WaitingQueue:
         """Whether those of one group are in the order of their arrival, whatever tier or tenant."""
         return self._ordering.policy is Policy.FCFS and not self._ordering.is_fair
 
+    @property
+    def is_fair(self) -> bool:
+        """Whether tenants take turns."""
+        return self._ordering.is_fair
+
+    def standing(self, want: Want) -> int:
+        """Return the rough place that a want would have, or has."""
+        tier = self._tiers.rank(want.priority)
+        return self._ordering.standing(tier=tier, work=self._work(want))
+
     def smallest(self, kind: Hashable) -> Needs:
         """Return the least prefill and the least decode room that any want of a kind needs."""
         known = self._smallest.get(kind)
         if known is None:
             known = self._smallest[kind] = Needs(
                 kind=kind,
+                rivals=kind,
                 prefill_tokens=min(self._prefills[kind]),
                 decode_tokens=min(self._decodes[kind]),
             )
         return known
 
     # ---- what its tenants are served
+
+    def _work(self, want: Want) -> float:
+        return self._rule.uncached_tokens(want) + self.expected_output(want)
 
     def expected_output(self, want: Want) -> float:
         """Return how many tokens are expected to follow."""
@@ -214,20 +237,30 @@ class WaitingQueue:
             self._queue.tenants.charge(record.tenant, num_output_tokens - record.counted_tokens)
 
     def _count(self, waiting: Waiting, change: int) -> None:
-        needs = waiting.needs
+        needs, ticket = waiting.needs, waiting.ticket
+        self.num_tokens += change * waiting.want.num_prompt_tokens
+        standing = self._ordering.standing(tier=ticket.tier, work=ticket.work)
+        _count_in(self.tenants, ticket.tenant, change)
+        _count_in(self.standings, standing, change)
         if needs.is_special:
             self.num_special += change
             return
         self.samples.setdefault(needs.kind, waiting.want)
+        self.rivals[needs.kind] = needs.rivals
         self._smallest.pop(needs.kind, None)
         for counts, size in (
             (self._prefills, needs.prefill_tokens),
             (self._decodes, needs.decode_tokens),
         ):
             sizes = counts.setdefault(needs.kind, Counter())
-            sizes[size] += change
-            if not sizes[size]:
-                del sizes[size]
-                if not sizes:
-                    del counts[needs.kind]
-                    self.samples.pop(needs.kind, None)
+            _count_in(sizes, size, change)
+            if not sizes:
+                del counts[needs.kind]
+                self.samples.pop(needs.kind, None)
+                self.rivals.pop(needs.kind, None)
+
+
+def _count_in(counts: Counter[K], name: K, change: int) -> None:
+    counts[name] += change
+    if not counts[name]:
+        del counts[name]

@@ -27,7 +27,7 @@ class StepBatch:
     input_ids_n: Tensor
     positions_n: Tensor
     rows_s: Tensor
-    """Rows whose logits are wanted; one at least, so that the head never sees an empty batch."""
+    """Rows whose logits are wanted."""
     sampled: tuple[Scheduled, ...]
     scored: tuple[tuple[Scheduled, int], ...]
     """Shares whose prompt's own log-probabilities are asked for, with their first rows."""
@@ -58,7 +58,7 @@ def build_batch(plan: Plan, cache: PagedCache) -> StepBatch:
     return StepBatch(
         input_ids_n=torch.tensor(token_ids, device=cache.device),
         positions_n=positions_n.to(cache.device),
-        rows_s=torch.tensor(rows or [0], device=cache.device),
+        rows_s=torch.tensor(rows, dtype=torch.long, device=cache.device),
         sampled=tuple(share for share in shares if share.is_sampled),
         scored=tuple(scored),
         attention=PagedStep(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cluster.engine.plan import SequenceEnd
 from cluster.errors import EngineFault, InvalidRequest, PdserveError
 from cluster.request import FinishReason
 
@@ -78,6 +79,24 @@ def stage_of(sequence: Sequence) -> str:
     if sequence.started_at is None:
         return "decode queue" if sequence.output_ids else "queue"
     return "decode" if sequence.output_ids else "prefill"
+
+
+def end_of(
+    sequence: Sequence, now: float, reason: FinishReason | None, error: PdserveError | None
+) -> SequenceEnd:
+    """Return what is told of a sequence that leaves."""
+    started_at = sequence.started_at
+    return SequenceEnd(
+        key=sequence.key,
+        finish_reason=reason,
+        error=error,
+        queue_s=max(0.0, (now if started_at is None else started_at) - sequence.arrived),
+        compute_s=0.0 if started_at is None else now - started_at,
+        num_steps=sequence.num_steps,
+        num_computed_tokens=sequence.num_worked_tokens,
+        num_cached_tokens=sequence.num_cached_tokens,
+        num_preemptions=sequence.num_preemptions,
+    )
 
 
 def import_fault(sequence: Sequence, block_size: int) -> PdserveError | None:

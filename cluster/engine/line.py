@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cluster.config import Policy
 from cluster.policy.order import Ahead, Ordering, Ticket
 from cluster.policy.queue import PolicyQueue, Walk
 from cluster.policy.work import OutputEstimates
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Iterable
 
     from cluster.engine.sequence import Sequence
 
@@ -80,3 +81,21 @@ def seniority(sequence: Sequence) -> tuple[int, int]:
     Higher tiers go first, in a tier whoever came first.
     """
     return (-sequence.tier, sequence.order)
+
+
+def in_turn(running: Iterable[Sequence], ordering: Ordering, now: float) -> list[Sequence]:
+    """Return in which order those that run get tokens of a step for their prompts.
+
+    They are given most senior first. By work, the one with the least left goes first, so that a
+    long prompt holds short ones up for a chunk and not for all of it; but not before one that has
+    aged.
+    """
+    if ordering.policy is not Policy.SJF:
+        return list(running)
+
+    def turn(sequence: Sequence) -> tuple[int, float]:
+        if now >= sequence.arrived + ordering.aging_s:
+            return 0, sequence.arrived
+        return 1, sequence.num_tokens_left
+
+    return sorted(running, key=turn)

@@ -19,7 +19,7 @@ import threading
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from cluster.engine.plan import Outcome, Plan, SequenceEnd, StepEvents
+from cluster.engine.plan import Outcome, Plan, SequenceEnd, StepEvents, Swaps
 from cluster.engine.sequence import Sequence
 from cluster.engine.step_model import StepModel
 from cluster.errors import Cancelled, EngineFault, PdserveError, WorkerLost
@@ -39,6 +39,18 @@ _NO_EVENTS = StepEvents()
 _STALL_FLOOR_S = 5.0
 _STALL_FACTOR = 4.0
 """A step that takes longer than both the floor and so many times its prediction is stuck."""
+
+
+class KVCopier(Protocol):
+    """What moves KV between a pool's blocks and its swap buffer; used by the step thread only."""
+
+    def copy_out(self, pairs: tuple[tuple[int, int], ...]) -> None:
+        """Copy blocks to slots, given as (block, slot)."""
+        ...
+
+    def copy_back(self, pairs: tuple[tuple[int, int], ...]) -> None:
+        """Copy slots to blocks, given as (slot, block)."""
+        ...
 
 
 class Runner(Protocol):
@@ -62,6 +74,12 @@ class EngineSnapshot:
     step_per_seq_s: float = 0.0
     prefill_per_token_s: float = 0.0
     num_preemptions: int = 0
+    num_swapped: int = 0
+    """Preemptions whose KV was kept in the swap buffer."""
+    num_swaps_refused: int = 0
+    """Preemptions by recompute, because the swap buffer was too full."""
+    num_blocks_swapped: int = 0
+    """Copied to the swap buffer and back."""
     generated_tokens: int = 0
     prefilled_tokens: int = 0
     """Prompt tokens computed, each once, however often a preemption had them computed again."""
@@ -101,14 +119,20 @@ class EngineLoop:
         on_fault: Callable[[BaseException], None],
         pin: Callable[[], None] | None = None,
         speed: StepModel | None = None,
+        copier: KVCopier | None = None,
     ) -> None:
-        """``speed`` is what is known of it before the first step."""
+        """``speed`` is what is known of it before the first step.
+
+        ``copier`` is needed where the scheduler's pool has a swap buffer.
+        """
         self._scheduler = scheduler
         self._runner = runner
         self._clock = clock
         self._on_events = on_events
         self._on_fault = on_fault
         self._pin = pin
+        self._copier = copier
+        self._num_swaps_refused = 0
         self._speed = speed or StepModel()
         self._pass: _Pass | None = None
         self._num_steps = 0
@@ -247,6 +271,9 @@ class EngineLoop:
         self._tell(self._scheduler.take_events())
         if plan is None:
             return False
+        if plan.swaps is not None:
+            self._swap(plan, plan.swaps)
+            return True
         num_decodes = sum(len(share.token_ids) == 1 for share in plan.shares)
         num_prefills = plan.num_tokens - num_decodes
         predicted_s = self._speed.predict(num_decodes, num_prefills)
@@ -260,6 +287,15 @@ class EngineLoop:
         self._publish()
         self._tell(events)
         return True
+
+    def _swap(self, plan: Plan, swaps: Swaps) -> None:
+        """Copy between two steps: quick enough not to be one."""
+        assert self._copier is not None, "the pool has a swap buffer"
+        self._copier.copy_out(swaps.out)
+        self._copier.copy_back(swaps.back)
+        self._take_inbox()
+        self._tell(self._scheduler.commit(plan, Outcome({}), self._clock.now()))
+        self._publish()
 
     def _take_inbox(self) -> None:
         with self._changed:
@@ -292,7 +328,7 @@ class EngineLoop:
             self._on_events(events)
 
     def _publish(self) -> None:
-        scheduler, speed = self._scheduler, self._speed
+        scheduler, speed, swapping = self._scheduler, self._speed, self._scheduler.swapping
         self._published = EngineSnapshot(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -302,10 +338,20 @@ class EngineLoop:
             step_per_seq_s=speed.per_seq_s,
             prefill_per_token_s=speed.prefill_per_token_s,
             num_preemptions=scheduler.num_preemptions,
+            num_swapped=swapping.num_swapped,
+            num_swaps_refused=swapping.num_refused,
+            num_blocks_swapped=swapping.num_blocks_copied,
             generated_tokens=scheduler.num_generated_tokens,
             prefilled_tokens=scheduler.num_prefilled_tokens,
             cached_tokens=scheduler.num_cached_tokens,
         )
+
+        if swapping.num_refused > self._num_swaps_refused:
+            self._num_swaps_refused = swapping.num_refused
+            logger.warning(
+                "swaps_refused=%d the swap buffer is full: KV is dropped, and computed again later",
+                swapping.num_refused,
+            )
 
     def _end_all(self, error: PdserveError) -> None:
         self._call(functools.partial(self._abort_all, error))

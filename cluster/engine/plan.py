@@ -52,11 +52,28 @@ class Scheduled:
     needs: SamplingNeeds | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swaps:
+    """KV to copy between two steps; nobody else has these blocks and slots until it is committed.
+
+    First what goes out, then what comes back.
+    """
+
+    out: tuple[tuple[int, int], ...] = ()
+    """(block, slot of the swap buffer)."""
+    back: tuple[tuple[int, int], ...] = ()
+    """(slot of the swap buffer, block)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step: shares with one token (decodes) first, longer ones after them."""
+    """One step: shares with one token (decodes) first, longer ones after them.
+
+    Or copies alone, which make room or bring KV back before the next step is planned.
+    """
 
     shares: tuple[Scheduled, ...]
+    swaps: Swaps | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -46,17 +46,20 @@ class ModelRunner:
         scores: dict[LegKey, tuple[PromptLogprobs, ...]] = {}
         if batch.scored:
             hidden_nH = self._loaded.hidden(batch.input_ids_n, batch.positions_n, batch.attention)
-            logits_SV = self._loaded.logits(hidden_nH[batch.rows_s])
             scores = {
                 share.key: tuple(self._scores(share, hidden_nH[first:]))
                 for share, first in batch.scored
             }
+            if not batch.sampled:
+                return Outcome({}, prompt_logprobs=scores)
+            logits_SV = self._loaded.logits(hidden_nH[batch.rows_s])
+        elif not batch.sampled:
+            self._loaded.store(batch.input_ids_n, batch.positions_n, batch.attention)
+            return Outcome({})
         else:
             logits_SV = self._loaded.forward(
                 batch.input_ids_n, batch.positions_n, batch.rows_s, batch.attention
             )
-        if not batch.sampled:
-            return Outcome({}, prompt_logprobs=scores)
         token_ids = sample(logits_SV, [_draw(share) for share in batch.sampled])
         keys = [share.key for share in batch.sampled]
         return Outcome(

@@ -6,9 +6,9 @@ One rule serves prefill, chunks, decode, recompute and resumed work: a sequence 
 1. Sequences past their deadline end, wherever they are.
 2. Running sequences get the blocks that their next token needs, the most senior first: higher
    tiers, and in a tier the oldest. If the pool is short, the most junior sequence that holds
-   blocks gives up all of them and is computed again later (recompute preemption); it goes to the
-   front of its tier's queue and keeps its output. Nobody takes from a more senior one that runs:
-   the most junior waits where it is until blocks become free.
+   blocks gives up all of them and is computed again later, or its KV waits in the swap buffer
+   (``swapping``); it goes to the front of its tier's queue and keeps its output. Nobody takes from
+   a more senior one that runs: the most junior waits where it is until blocks become free.
 3. Waiting sequences are admitted in the policy's order while the batch takes new members
    (``policy.batching``), and there are blocks for all their tokens and for the growth of
    everybody's next token. One that does not fit now is passed by those behind it that do, but by
@@ -16,8 +16,10 @@ One rule serves prefill, chunks, decode, recompute and resumed work: a sequence 
    its client waits in mid-stream. Sequences that bring their blocks (imported KV) need a slot
    only and are never held up by one that waits for blocks. A sequence that finds no slot or no
    blocks takes them from lower tiers (``victims``), the lowest one's youngest first.
-4. The step's tokens are shared out (``shares``): decodes first, then prompts, the most senior
-   first. So the prompt of a higher tier goes on before that of a lower one, at the next chunk.
+4. Where KV is to be swapped, the copies are a plan of their own, and all begins anew after it.
+5. The step's tokens are shared out (``shares``): decodes first, then prompts, the most senior
+   first, or by work the one with the least left. So the prompt of a higher tier goes on before
+   that of a lower one, and a short one before a long one, at the next chunk.
 
 So some sequence always moves: the most senior one that runs can take blocks from all others but
 those that were preempted so often that they hold all they will ever need; and it waits only for
@@ -33,13 +35,14 @@ from typing import TYPE_CHECKING
 
 from cluster.config import Policy
 from cluster.engine import finish
-from cluster.engine.line import WaitingLine, seniority
+from cluster.engine.line import WaitingLine, in_turn, seniority
 from cluster.engine.plan import Outcome, Plan, Scheduled, SequenceEnd, StepEvents
 from cluster.engine.prefix_reuse import PrefixReuse
 from cluster.engine.room import Room
 from cluster.engine.rules import Rules
 from cluster.engine.sequence import Sequence, SequenceState
 from cluster.engine.shares import StepShares
+from cluster.engine.swapping import Swapping
 from cluster.engine.victims import Victims
 from cluster.errors import DeadlineExceeded, PdserveError
 from cluster.request import FinishReason, LegKey, PromptLogprobs, Token
@@ -86,6 +89,7 @@ class StepScheduler:
             max_model_len=max_model_len, capacity_tokens=pool.num_blocks * block_size
         )
         self._prefix = PrefixReuse(pool)
+        self._swapping = Swapping(pool, self._prefix, block_size)
         self._room = Room(pool, self._prefix, block_size, self._limits, self._rules)
         self._gate = self._rules.gate(max_num_seqs)
         self._victims = Victims(
@@ -116,6 +120,11 @@ class StepScheduler:
     def num_cached_tokens(self) -> int:
         """Prompt tokens that were found in the cache."""
         return self._room.num_cached_tokens
+
+    @property
+    def swapping(self) -> Swapping:
+        """What was swapped, for those who count it."""
+        return self._swapping
 
     @property
     def queued_tokens(self) -> int:
@@ -187,12 +196,16 @@ class StepScheduler:
             error = DeadlineExceeded(f"deadline passed in {stage}", stage=stage)
             self._end(sequence, now, error=error)
         for sequence in list(self._running):
-            if sequence.state is SequenceState.RUNNING:
+            if sequence.state is SequenceState.RUNNING and not self._swapping.is_leaving:
                 self._grow(sequence)
-        self._admit(now)
+        if not self._swapping.is_leaving:
+            self._admit(now)
         self._set_aside(self._running)
+        swaps = self._swapping.take()
+        if swaps is not None:
+            return Plan((), swaps)
         ready = [sequence for sequence in self._running if self._room.short(sequence) <= 0]
-        shares = self._shares.share_out(ready)
+        shares = self._shares.share_out(in_turn(ready, self._rules.ordering, now))
         if not shares:
             return None
         self._planned = {share.key: self._live[share.key] for share in shares}
@@ -207,6 +220,8 @@ class StepScheduler:
 
         Raises KeyError where the outcome lacks a token.
         """
+        if plan.swaps is not None:
+            self._swapping.settle(plan.swaps)
         planned, self._planned = self._planned, {}
         for share in plan.shares:
             sequence = planned[share.key]
@@ -234,14 +249,15 @@ class StepScheduler:
         block_ids = self.pool.allocate(num_short, sequence.key)
         while block_ids is None:
             junior = self._victims.junior_to(sequence, self._live.values())
-            if junior is None:
-                return
-            self._preempt(junior)
+            if junior is None or self._preempt(junior):
+                return  # with the next plan it may have the blocks that are copied out by this one
             block_ids = self.pool.take_over(junior.key, num_short, sequence.key)
         sequence.block_ids.extend(block_ids)
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """Send it back to the queue without KV; the caller frees its blocks."""
+    def _preempt(self, sequence: Sequence) -> bool:
+        """Send it back to the queue; whether its KV is being kept, else the caller frees its
+        blocks."""
+        is_kept = self._swapping.put_out(sequence)
         if sequence.state is SequenceState.RUNNING:
             self._running.remove(sequence)
             sequence.advance(SequenceState.WAITING)
@@ -252,6 +268,7 @@ class StepScheduler:
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         self._waiting.add(sequence)
+        return is_kept
 
     def _admit(self, now: float) -> None:
         num_open = self._gate.num_open(
@@ -260,6 +277,8 @@ class StepScheduler:
         num_growing = self._room.growing(self._running)
         slots_until = blocks_until = _NO_BOUND
         for sequence in self._waiting.walk(now):
+            if self._swapping.is_leaving:
+                break  # room is on its way, for the one before
             brings_blocks = bool(sequence.block_ids) and not self._room.needs_all(sequence)
             if sequence.arrived > (
                 slots_until if brings_blocks else min(slots_until, blocks_until)
@@ -292,12 +311,13 @@ class StepScheduler:
         self._waiting.remove(sequence)
         sequence.advance(SequenceState.RUNNING)
         self._running.append(sequence)
+        self._swapping.bring_back(sequence)
         if not sequence.num_preemptions:
             self._waiting.served(sequence, sequence.num_tokens_left)
 
     def _takes_from_below(self, sequence: Sequence, num_spare: int, *, needs_slot: bool) -> bool:
         """Preempt lower tiers so that it can start; False, and nothing done, where it can't."""
-        if not self._rules.takes_from_below:
+        if not self._rules.takes_from_below or self._swapping.is_leaving:
             return False
         num_blocks = max(0, self._room.short_to_start(sequence)) + num_spare
         victims = self._victims.below(
@@ -307,8 +327,8 @@ class StepScheduler:
             needs_slot=needs_slot,
         )
         for victim in victims:
-            self.pool.release(victim.key)
-            self._preempt(victim)
+            if not self._preempt(victim):
+                self.pool.release(victim.key)
         return bool(victims)
 
     def _set_aside(self, running: Iterable[Sequence]) -> None:
@@ -365,20 +385,8 @@ class StepScheduler:
             self._waiting.ended(sequence)
         sequence.advance(SequenceState.ENDED)
         del self._live[sequence.key]
+        self._swapping.drop(sequence)
         if reason is not None or error is not None:
             self.pool.release(sequence.key)
         sequence.block_ids = []
-        started_at = sequence.started_at
-        self._ends.append(
-            SequenceEnd(
-                key=sequence.key,
-                finish_reason=reason,
-                error=error,
-                queue_s=max(0.0, (now if started_at is None else started_at) - sequence.arrived),
-                compute_s=0.0 if started_at is None else now - started_at,
-                num_steps=sequence.num_steps,
-                num_computed_tokens=sequence.num_worked_tokens,
-                num_cached_tokens=sequence.num_cached_tokens,
-                num_preemptions=sequence.num_preemptions,
-            )
-        )
+        self._ends.append(finish.end_of(sequence, now, reason, error))

@@ -60,6 +60,8 @@ class Sequence:
     """Tokens whose KV is in its blocks: lowered before blocks are given up, raised after they were
     written, so that whoever holds the pool's lock may read it on any thread. An imported sequence
     starts with its prompt computed and blocks already held under its key."""
+    num_swapped_tokens: int = 0
+    """Tokens whose KV is in the swap buffer, or on its way there or back; 0 where none is."""
     state: SequenceState = SequenceState.WAITING
     block_ids: list[int] = field(default_factory=list)
     """The scheduler's copy of what the pool holds under ``key``: plans don't take its lock."""
@@ -100,8 +102,8 @@ class Sequence:
 
     @property
     def num_tokens_left(self) -> int:
-        """Work: tokens to compute before the next one can be drawn."""
-        return self.num_tokens - self.num_computed_tokens
+        """Work: tokens to compute before the next one can be drawn; bringing KV back is none."""
+        return self.num_tokens - max(self.num_computed_tokens, self.num_swapped_tokens)
 
     def advance(self, new: SequenceState) -> None:
         """Move to ``new``; raises IllegalTransition where the table has no such move."""

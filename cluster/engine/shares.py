@@ -1,7 +1,7 @@
 """How one step's token budget is shared out among the sequences that are ready for it.
 
 A sequence that decodes, or whose KV was imported, gets its one token first. What is left goes to
-prompts, oldest first: ``chunk_tokens`` each, or all they have where that is 0. Without chunks
+prompts, in their turn: ``chunk_tokens`` each, or all they have where that is 0. Without chunks
 only the first prompt of a step may be cut by the budget; the others wait for a step that holds
 them whole, and a younger one that fits goes in their place for that step.
 """
@@ -31,7 +31,7 @@ class StepShares:
     block_size: int
 
     def share_out(self, ready: Iterable[Sequence]) -> tuple[Scheduled, ...]:
-        """Return the shares of sequences given oldest first; those of one token come first."""
+        """Return the shares of sequences given in their turn; those of one token come first."""
         ready = list(ready)
         shares = [self._share(sequence, 1) for sequence in ready if sequence.num_tokens_left == 1]
         budget = self.token_budget - len(shares)

@@ -9,12 +9,13 @@
 
     importing ──fence──▶ fenced ──unfence──▶ free
 
-A holder is a sequence's key, or ``("export", handoff_id)`` for KV that waits for its decode
-worker. A held block may have several holders, each of which has it once; all of them only read
-it, for none is shared before it is full (``cluster.engine.prefix_reuse`` says why that holds).
-Importing and fenced blocks are nobody's: fenced are those of a reservation that was given up while
-bytes were being written into them. Cached blocks have no holder and keep their KV until somebody
-needs the room, the ones unused for longest going first.
+A holder is a sequence's key, ``("export", handoff_id)`` for KV that waits for its decode worker, or
+``("swap", key)`` for KV on its way to the swap buffer. A held block may have several holders, each
+of which has it once; all of them only read it, for none is shared before it is full
+(``cluster.engine.prefix_reuse`` says why that holds). Importing and fenced blocks are nobody's:
+fenced are those of a reservation that was given up while bytes were being written into them.
+Cached blocks have no holder and keep their KV until somebody needs the room, the ones unused for
+longest going first.
 
 Every block is in exactly one of these states; ``check`` proves it. The step thread, the event
 loop and link threads all come here, so every method takes ``lock``; whoever must look and then act
@@ -34,9 +35,10 @@ from cluster.request import LegKey
 
 if TYPE_CHECKING:
     from cluster.kv.prefix_index import PrefixIndex
+    from cluster.kv.swap_buffer import SwapBuffer
 
 Holder = Hashable
-"""A sequence's ``LegKey``, or ``("export", handoff_id)``."""
+"""A sequence's ``LegKey``, or a name of another kind, e.g. ``("export", handoff_id)``."""
 
 
 class OwnershipError(AssertionError):
@@ -63,12 +65,18 @@ class _Import:
 class BlockPool:
     """The blocks of one worker: free + cached + held + importing + fenced = ``num_blocks``."""
 
-    def __init__(self, num_blocks: int, prefix: PrefixIndex | None = None) -> None:
-        """Without ``prefix`` no block is ever found again, so that none is cached."""
+    def __init__(
+        self, num_blocks: int, prefix: PrefixIndex | None = None, swap: SwapBuffer | None = None
+    ) -> None:
+        """Without ``prefix`` no block is ever found again, so that none is cached.
+
+        ``swap`` is where the KV of preempted sequences goes, if it is kept.
+        """
         if num_blocks < 1:
             raise ValueError(f"a pool needs at least one block, got {num_blocks}")
         self.lock = threading.RLock()
         self.prefix = prefix
+        self.swap = swap
         self._num_blocks = num_blocks
         # Taken from the end: block 0 first, later the one that was freed last, which is warm.
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -285,7 +293,8 @@ class BlockPool:
             )
 
     def check(self) -> None:
-        """Prove that every block is in exactly one state and every holder is counted.
+        """Prove that every block is in exactly one state and every holder is counted; of the swap
+        buffer, that every slot is free or somebody's.
 
         Raises AssertionError that names what is wrong. Used when a worker is idle and at the end
         of tests.
@@ -301,6 +310,7 @@ class BlockPool:
                     importing={h: entry.block_ids for h, entry in self._importing.items()},
                     fenced=dict(self._fenced),
                     findable=self.prefix.block_ids() if self.prefix is not None else frozenset(),
+                    swap=self.swap,
                 )
             )
 

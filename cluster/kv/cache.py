@@ -52,13 +52,13 @@ class PagedCache:
     def export_blocks(self, block_ids: Sequence[int], out_B: Tensor) -> None:
         """Copy whole blocks to ``out_B`` (uint8, contiguous, blocks x block_bytes) in order."""
         out_NB = self._as_blocks(block_ids, out_B)
-        for block_id, offset, length in _runs(block_ids):
+        for block_id, offset, length in runs(block_ids):
             out_NB[offset : offset + length].copy_(self._pool_NB[block_id : block_id + length])
 
     def import_blocks(self, block_ids: Sequence[int], staged_B: Tensor) -> None:
         """Overwrite whole blocks with what ``export_blocks`` gave on an agreeing layout."""
         staged_NB = self._as_blocks(block_ids, staged_B)
-        for block_id, offset, length in _runs(block_ids):
+        for block_id, offset, length in runs(block_ids):
             self._pool_NB[block_id : block_id + length].copy_(staged_NB[offset : offset + length])
 
     def import_foreign(
@@ -200,14 +200,18 @@ def _block_shape(layout: KVLayout) -> tuple[int, ...]:
 
 
 def _zeros(num_bytes: int, device: torch.device) -> Tensor:
-    """Return zeroed bytes; on a CPU from anonymous pages, which cost nothing until written."""
     if device.type != "cpu":
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    return lazy_zeros(num_bytes)
+
+
+def lazy_zeros(num_bytes: int) -> Tensor:
+    """Return zeroed bytes of CPU memory, in anonymous pages that cost nothing until written."""
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
-def _runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+def runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """Yield (first block, offset in ``block_ids``, length) of maximal runs of neighbours."""
     offset = 0
     for index in range(1, len(block_ids) + 1):

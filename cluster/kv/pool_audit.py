@@ -6,6 +6,8 @@ import collections
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
+from cluster.kv.swap_buffer import SwapBuffer
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolBooks:
@@ -22,17 +24,20 @@ class PoolBooks:
     fenced: Mapping[str, Iterable[int]]
     findable: Collection[int]
     """Blocks that the prefix index names."""
+    swap: SwapBuffer | None = None
 
 
 def check_books(books: PoolBooks) -> None:
     """Raise AssertionError, naming every wrong block, unless all books agree.
 
     Proven: free + cached + held + importing + fenced = all blocks, with none in two of them;
-    the count of each block's holders; no holder with a block twice; and that only what is held
-    or cached can be found by its prefix.
+    the count of each block's holders; no holder with a block twice; that only what is held or
+    cached can be found by its prefix; and the swap buffer's slots.
     """
     places = _places(books)
     faults = [*_misplaced(books, places), *_miscounted(books), *_unindexed(books, places)]
+    if books.swap is not None:
+        faults.extend(books.swap.faults(books.held))
     if faults:
         raise AssertionError("KV pool: " + "; ".join(faults))
 

@@ -2,8 +2,8 @@
 
 A full block is named by a keyed digest of everything its KV depends on: tenant, model, the digest
 of the block before it (so all tokens before it), and its own tokens. Two tenants never find one
-another's blocks, and without the key nobody can make two prompts meet in one name. How tokens
-were sampled has no part in it.
+another's blocks, unless the index is a shared one, and without the key nobody can make two prompts
+meet in one name. How tokens were sampled has no part in it.
 
     root(tenant, model, block size) ──▶ digest 0 ──▶ digest 1 ──▶ ...     one per full block
 
@@ -28,12 +28,18 @@ _ROOT, _BLOCK = b"pdserve-kv-root", b"pdserve-kv-block"
 class PrefixIndex:
     """Digest -> block and back, for one pool."""
 
-    def __init__(self, *, key: bytes, model_fingerprint: str, block_size: int) -> None:
-        """``key`` is a secret of 16 to 64 bytes; blocks are compared within one index only."""
+    def __init__(
+        self, *, key: bytes, model_fingerprint: str, block_size: int, is_shared: bool = False
+    ) -> None:
+        """``key`` is a secret of 16 to 64 bytes; blocks are compared within one index only.
+
+        With ``is_shared`` tenants find one another's blocks.
+        """
         if not 16 <= len(key) <= hashlib.blake2b.MAX_KEY_SIZE:
             raise ValueError(f"a key of 16 to 64 bytes, not of {len(key)}")
         self.block_size = block_size
         self._key = key
+        self._is_shared = is_shared
         self._model_fingerprint = model_fingerprint.encode()
         self._block_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
@@ -87,7 +93,7 @@ class PrefixIndex:
             del self._block_of[digest]
 
     def _root(self, tenant: str) -> bytes:
-        name = tenant.encode()
+        name = b"" if self._is_shared else tenant.encode()
         lengths = struct.pack("<QQQ", len(name), len(self._model_fingerprint), self.block_size)
         return self._digest(_ROOT, lengths + name + self._model_fingerprint)
 

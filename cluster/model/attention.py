@@ -43,6 +43,10 @@ class AttentionOptions:
     softcap: float | None = None
 
 
+class KVStored(Exception):
+    """Ends the forward of a step whose logits nobody reads: all it was for is in the cache."""
+
+
 class AttentionStep(Protocol):
     """What the registered function hands each layer's tensors to."""
 
@@ -87,6 +91,10 @@ class PagedStep:
     """Where the step's own K and V go; of ``PagedCache.slot_index``."""
     decodes: tuple[DecodeGroup, ...]
     prompts: tuple[PromptShare, ...]
+    is_for_kv_alone: bool = False
+    """Whether the step ends with ``KVStored`` once the last layer's K and V are in the cache."""
+    _num_stored: int = 0
+    """Layers that have stored theirs."""
     _masks: dict[tuple[int | None, ...], Tensor] = field(default_factory=dict)
     """All layers use the same ones."""
 
@@ -95,6 +103,9 @@ class PagedStep:
     ) -> Tensor:
         """Store K and V, then attend; see ``AttentionStep``."""
         self.cache.write(layer, self.slots, k_HnD, v_HnD)
+        self._num_stored += 1
+        if self.is_for_kv_alone and self._num_stored == self.cache.layout.num_layers:
+            raise KVStored
         k_HnD, v_HnD = self.cache.rounded(k_HnD), self.cache.rounded(v_HnD)
         num_heads, num_tokens, head_dim = q_HnD.shape
         out_nHD = q_HnD.new_empty(num_tokens, num_heads, head_dim)

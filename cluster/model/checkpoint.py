@@ -12,6 +12,7 @@ from cluster.errors import UnsupportedModel
 _ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention"})
 _LENGTH_BOUND_ROPES = frozenset({"dynamic", "longrope"})
 _SAMPLED_BYTES, _SAMPLES = 4096, 64
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt")
 
 
 def find_checkpoint(path_or_id: str | Path) -> Path:
@@ -57,6 +58,17 @@ def fingerprint(folder: Path) -> str:
                 file.seek(8 + header_bytes + (size - 8 - header_bytes) * index // _SAMPLES)
                 digest.update(file.read(_SAMPLED_BYTES))
     return digest.hexdigest()[:32]
+
+
+def tokenizer_fingerprint(folder: Path) -> str:
+    """Return a digest of what turns text into ids; empty where the folder has no tokenizer."""
+    digest, has_any = hashlib.sha256(), False
+    for name in _TOKENIZER_FILES:
+        path = folder / name
+        if path.is_file():
+            has_any = True
+            digest.update(name.encode() + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:32] if has_any else ""
 
 
 def refuse_config(config: Any) -> None:

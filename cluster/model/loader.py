@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,7 +21,7 @@ from cluster.model import attention, checkpoint, packed
 from cluster.model.head import SplitModel
 
 if TYPE_CHECKING:
-    from cluster.model.attention import AttentionOptions, AttentionStep
+    from cluster.model.attention import AttentionOptions, AttentionStep, PagedStep
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,8 @@ class LoadedModel:
     vocab_size: int
     """Rows of the embedding; ids from 0 below this are valid."""
     fingerprint: str
+    tokenizer: str
+    """Digest of the tokenizer beside the weights; empty where there is none."""
 
     def layout(self, block_size: int, kv_dtype: Dtype = Dtype.AUTO) -> KVLayout:
         """Return what a block of this model's KV looks like; AUTO: stored as the weights are."""
@@ -68,6 +71,17 @@ class LoadedModel:
     ) -> Tensor:
         """Run one flat batch of n tokens; returns logits ``[s, vocab]`` of the rows asked for."""
         return _forward(self.model, input_ids_n, positions_n, rows_s, step)
+
+    @torch.inference_mode()
+    def store(self, input_ids_n: Tensor, positions_n: Tensor, step: PagedStep) -> None:
+        """Run one flat batch for the KV that it leaves in the cache.
+
+        What the last layer makes of it, and the head, are not computed: about 6 ms in 100 for a
+        chunk of 128 tokens of the trial model.
+        """
+        step.is_for_kv_alone = True
+        with suppress(attention.KVStored):
+            _hidden(self.split, input_ids_n, positions_n, step)
 
     @torch.inference_mode()
     def hidden(self, input_ids_n: Tensor, positions_n: Tensor, step: AttentionStep) -> Tensor:
@@ -117,6 +131,7 @@ def load_model(path: str | Path, *, dtype: Dtype, device: torch.device | str) ->
         max_model_len=checkpoint.max_model_len(config),
         vocab_size=model.get_input_embeddings().num_embeddings,
         fingerprint=checkpoint.fingerprint(folder),
+        tokenizer=checkpoint.tokenizer_fingerprint(folder),
     )
     logger.info(
         "model=%s dtype=%s device=%s layers=%d fingerprint=%s",

@@ -94,6 +94,13 @@ class Ordering:
         work = ticket.work if self.policy is Policy.SJF else 0.0
         return (2, work, ticket.arrived, ticket.order)
 
+    def standing(self, *, tier: int, work: float) -> int:
+        """Return a rough place among those that have not aged: who has a lower one goes first, who
+        has the same may."""
+        if self.policy is Policy.PRIORITY:
+            return self.num_tiers - 1 - tier
+        return int(work).bit_length() if self.policy is Policy.SJF else 0
+
     def line(self, ticket: Ticket) -> str:
         """Return whose line it waits in; without fair shares there is one for all."""
         return ticket.tenant if self.is_fair and ticket.ahead is not Ahead.OF_ALL else ""

@@ -168,11 +168,13 @@ class PolicyQueue(Generic[T]):
 class Sieve(Protocol[T_contra]):
     """Says which groups a walk is about."""
 
-    def sift(self, heads: Sequence[Head], first_of: Callable[[Hashable], T_contra]) -> list[Head]:
-        """Return the heads of the groups that the walk visits, in their order.
+    def sift(
+        self, heads: Sequence[Head], first_of: Callable[[Hashable], T_contra]
+    ) -> Iterator[Head]:
+        """Iterate over the heads of the groups that the walk visits, in their order.
 
-        Asked before any is visited that those left out could hold up; ``first_of`` tells a group's
-        first member.
+        Each is asked for when those before it were visited; ``first_of`` tells the first member of
+        a group that was not.
         """
         ...
 
@@ -220,24 +222,28 @@ class Walk(Generic[T]):
                 else:
                     yield item[0]
 
-    def _heads(self, lines: _Lines[T]) -> list[Head]:
-        sieve = self._sieve
+    def _heads(self, lines: _Lines[T]) -> Iterator[Head]:
+        heads, sieve = list(lines.heads), self._sieve
         if sieve is None:
-            return list(lines.heads)
-        return sieve.sift(lines.heads, lambda group: lines.groups[group][0][1].item)
+            return iter(heads)
+        return sieve.sift(heads, lambda group: lines.groups[group][0][1].item)
 
     def _merge(self, lines: _Lines[T]) -> Iterator[tuple[T]]:
-        heads = self._heads(lines)  # sorted, so a heap
-        while heads:
-            place, _, group = heads[0]
-            line = lines.groups.get(group)
-            if line is None or group in self._closed:
-                heapq.heappop(heads)
-                continue
-            index = bisect.bisect_left(line, (place,))
-            if index + 1 < len(line):
-                heapq.heapreplace(heads, (line[index + 1][0], 0, group))
+        firsts = self._heads(lines)
+        first = next(firsts, None)
+        others: list[Head] = []  # of groups whose first was visited: a heap
+        while first is not None or others:
+            if first is not None and (not others or first < others[0]):
+                place, _, group = first
+                first = None
             else:
-                heapq.heappop(heads)
-            if index < len(line):
-                yield (line[index][1].item,)
+                place, _, group = heapq.heappop(others)
+            line = lines.groups.get(group)
+            if line is not None and group not in self._closed:
+                index = bisect.bisect_left(line, (place,))
+                if index + 1 < len(line):
+                    heapq.heappush(others, (line[index + 1][0], 0, group))
+                if index < len(line):
+                    yield (line[index][1].item,)
+            if first is None:
+                first = next(firsts, None)

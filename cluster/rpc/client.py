@@ -18,6 +18,7 @@ from cluster.errors import WorkerLost
 from cluster.request import Beat
 from cluster.rpc import convert
 from cluster.rpc.options import CHANNEL_OPTIONS, INCARNATION_METADATA
+from cluster.trust import ClusterToken
 from cluster.wire import worker_pb2 as wire
 from cluster.wire import worker_pb2_grpc as wire_grpc
 
@@ -88,10 +89,19 @@ class LegEvents(Protocol):
 class WorkerClient:
     """Connects at the first leg. Lost once, lost for ever: a new incarnation is a new client."""
 
-    def __init__(self, peer: Peer, *, router_id: str, incarnation: str, events: LegEvents) -> None:
+    def __init__(
+        self,
+        peer: Peer,
+        *,
+        router_id: str,
+        incarnation: str,
+        events: LegEvents,
+        token: ClusterToken | None = None,
+    ) -> None:
         self.peer = peer
         self._router = (router_id, incarnation)
         self._events = events
+        self._token = token or ClusterToken()
         self._outgoing = _Outgoing()
         self._next_batch = 1
         self._is_attached = False
@@ -187,7 +197,8 @@ class WorkerClient:
         messages = self._messages(self._outgoing.turn(), is_return=is_return)
         async with grpc.aio.insecure_channel(self.peer.address, options=CHANNEL_OPTIONS) as channel:
             call = wire_grpc.WorkerStub(channel).Attach(
-                messages, metadata=((INCARNATION_METADATA, self.peer.incarnation),)
+                messages,
+                metadata=((INCARNATION_METADATA, self.peer.incarnation), *self._token.metadata),
             )
             try:
                 timeout_s = RECONNECT_S if is_return else CONNECT_TIMEOUT_S

@@ -240,4 +240,5 @@ def _fault_from_wire(fault: wire.Fault) -> Fault:
         seconds=fault.seconds,
         offset=fault.offset,
         peer=fault.peer,
+        seconds_per_byte=fault.seconds_per_byte,
     )

@@ -22,6 +22,7 @@ from cluster.rpc.link_settings import LinkSettings, LinkState
 from cluster.rpc.link_thread import LinkThreads
 from cluster.rpc.options import CHANNEL_OPTIONS, INCARNATION_METADATA
 from cluster.transport.base import SENDER
+from cluster.trust import ClusterToken
 from cluster.wire import worker_pb2_grpc
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ _IDLE_LOOK_S = 0.01
 class LinkDialer:
     """Opens links to decode workers on demand; used on one event loop."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (what it moves how, and what it shows)
         self,
         *,
         me: Peer,
@@ -51,9 +52,11 @@ class LinkDialer:
         events: LinkEvents,
         limits: TransferLimits | None = None,
         open_timeout_s: float = 5.0,
+        token: ClusterToken | None = None,
     ) -> None:
         self._me = me
         self._events = events
+        self._token = token or ClusterToken()
         self._settings = LinkSettings.of(layout, transport, limits, open_timeout_s)
         self._links: dict[str, Link] = {}
         self._dials: dict[str, asyncio.Task[Link]] = {}
@@ -116,7 +119,9 @@ class LinkDialer:
         try:
             async with asyncio.timeout(self._settings.open_timeout_s):
                 # The stubs know no call that is written to later.
-                call: LinkCall = worker_pb2_grpc.WorkerStub(channel).Link()  # type: ignore[call-arg]
+                call: LinkCall = worker_pb2_grpc.WorkerStub(channel).Link(  # type: ignore[call-arg]
+                    metadata=self._token.metadata
+                )
                 incoming = aiter(call)
                 epoch = await self._greet(call, incoming, peer)
             link_id = f"{self._me.worker_id}>{peer.worker_id}/{epoch}"

@@ -13,9 +13,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]
 
 from cluster.errors import StartupError
-from cluster.grpc_server import StandingServer
+from cluster.grpc_server import StandingServer, make_server
 from cluster.rpc.attach import Attachments
 from cluster.rpc.options import INCARNATION_METADATA, SERVER_OPTIONS
+from cluster.trust import ClusterToken
 from cluster.wire import worker_pb2 as wire
 from cluster.wire import worker_pb2_grpc as wire_grpc
 
@@ -54,10 +55,15 @@ class WorkerServer:
         port: int = 0,
         services: Sequence[AddService] = (),
         beat: Callable[[], Beat] | None = None,
+        token: ClusterToken | None = None,
     ) -> None:
-        """``services`` are served besides; ``beat`` says how far the engine is."""
+        """``services`` are served besides; ``beat`` says how far the engine is.
+
+        With a ``token``, whoever calls has to show it.
+        """
         self._host, self._port = host, port
         self._services = services
+        self._token = token or ClusterToken()
         self._servicer = _Servicer(Attachments(legs, beat), links, incarnation)
         self._health = health_aio.HealthServicer()
         self._server: StandingServer | None = None
@@ -71,7 +77,7 @@ class WorkerServer:
         return f"{self._host}:{port}"
 
     def _make(self, port: int) -> tuple[grpc.aio.Server, int]:
-        server = grpc.aio.server(options=SERVER_OPTIONS)
+        server = make_server(interceptors=self._token.guards, options=SERVER_OPTIONS)
         wire_grpc.add_WorkerServicer_to_server(self._servicer, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         for add_to in self._services:

@@ -44,7 +44,7 @@ class _FaultyChannel(Channel):
         firing = self._switch.at(Point.SEND, self._peer)
         verb = firing.fault.verb if firing is not None else None
         if firing is None or verb in (Verb.DELAY, Verb.HOLD, Verb.FAIL):
-            self._pause(firing, timeout_s)
+            self._pause(firing, timeout_s, num_bytes=data_B.numel())
             self._inner.send(data_B, timeout_s)
         elif verb is Verb.CORRUPT:
             self._inner.send(_corrupted(data_B.clone(), firing.fault.offset), timeout_s)
@@ -70,14 +70,15 @@ class _FaultyChannel(Channel):
                 into_B[:half].copy_(arrived_B[:half])
         self._pause(self._switch.at(Point.RECEIVED, self._peer), timeout_s)
 
-    def _pause(self, firing: Firing | None, timeout_s: float) -> None:
+    def _pause(self, firing: Firing | None, timeout_s: float, *, num_bytes: int = 0) -> None:
         """Stand still for as long as the fault says, or break."""
         if firing is None:
             return
         if firing.fault.verb is Verb.FAIL:
             raise PeerLost("broken on purpose", stage="transfer")
         is_delay = firing.fault.verb is Verb.DELAY
-        patience_s = firing.fault.seconds if is_delay else timeout_s
+        delay_s = firing.fault.seconds + firing.fault.seconds_per_byte * num_bytes
+        patience_s = delay_s if is_delay else timeout_s
         is_over = self._switch.wait_over(firing, patience_s, self._is_gone)
         if self._is_gone.is_set():
             raise PeerLost("closed while it was held", stage="transfer")

@@ -18,6 +18,7 @@ somebody who forges payloads; whoever may send on a link is known by then.
 
 from __future__ import annotations
 
+import mmap
 import struct
 import zlib
 from dataclasses import dataclass
@@ -65,6 +66,19 @@ class TransferLimits:
         return self.floor_s + num_bytes / self.min_bytes_per_s
 
 
+def _make_buffer(num_bytes: int, device: str) -> Tensor:
+    """Return bytes that go back to the kernel when their link is gone.
+
+    On CPU they are a mapping of their own: between the step's tensors malloc would leave a hole
+    where they were, which the next link's need not fit into, and a worker would grow with every
+    restart of a peer.
+    """
+    if torch.device(device).type != "cpu":
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return torch.frombuffer(mmap.mmap(-1, num_bytes, flags=private), dtype=torch.uint8)
+
+
 class StagedChannel:
     """One link's channel with its staging buffer; used on the link's thread."""
 
@@ -72,9 +86,7 @@ class StagedChannel:
         self.channel = channel
         self._limits = limits
         self._num_messages = 0
-        self._staging_B = torch.empty(
-            limits.staging_bytes + TRAILER_BYTES, dtype=torch.uint8, device=device
-        )
+        self._staging_B = _make_buffer(limits.staging_bytes + TRAILER_BYTES, device)
         self._staging_B.zero_()  # touches every page
 
     def send(self, manifest: Manifest, export: MoveBlocks, timeout_s: float | None) -> None:

@@ -59,6 +59,8 @@ class Want(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     EXPECTED_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_ON_FIELD_NUMBER: _builtins.int
+    PREFIX_STRIDE_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFIX_NAMES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     num_prompt_tokens: _builtins.int
@@ -76,6 +78,8 @@ class Want(_message.Message):
     """the client's guess at its output's length"""
     cached_on: _builtins.str
     """incarnation whose prefix cache has the prompt"""
+    prefix_stride_tokens: _builtins.int
+    """a name for each so many tokens of the prompt's beginning"""
     @_builtins.property
     def avoid(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """incarnations this request must not be placed on"""
@@ -83,6 +87,10 @@ class Want(_message.Message):
     @_builtins.property
     def export(self) -> Global___ExportRef:
         """its KV is there already: only a decode worker is wanted"""
+
+    @_builtins.property
+    def prefix_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """keyed digests of tenant and tokens"""
 
     def __init__(
         self,
@@ -100,10 +108,12 @@ class Want(_message.Message):
         tenant: _builtins.str = ...,
         expected_tokens: _builtins.int | None = ...,
         cached_on: _builtins.str = ...,
+        prefix_stride_tokens: _builtins.int = ...,
+        prefix_names: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_tokens", b"_expected_tokens", "_export", b"_export", "expected_tokens", b"expected_tokens", "export", b"export"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_tokens", b"_expected_tokens", "_export", b"_export", "attempt", b"attempt", "avoid", b"avoid", "cached_on", b"cached_on", "expected_tokens", b"expected_tokens", "export", b"export", "is_resent", b"is_resent", "max_tokens", b"max_tokens", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "remaining_s", b"remaining_s", "request_id", b"request_id", "tenant", b"tenant", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_tokens", b"_expected_tokens", "_export", b"_export", "attempt", b"attempt", "avoid", b"avoid", "cached_on", b"cached_on", "expected_tokens", b"expected_tokens", "export", b"export", "is_resent", b"is_resent", "max_tokens", b"max_tokens", "num_prompt_tokens", b"num_prompt_tokens", "prefix_names", b"prefix_names", "prefix_stride_tokens", b"prefix_stride_tokens", "priority", b"priority", "remaining_s", b"remaining_s", "request_id", b"request_id", "tenant", b"tenant", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_tokens: _TypeAlias = _typing.Literal["expected_tokens"]  # noqa: Y015
     _WhichOneofArgType__expected_tokens: _TypeAlias = _typing.Literal["_expected_tokens", b"_expected_tokens"]  # noqa: Y015
@@ -432,15 +442,19 @@ class RouterWelcome(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TERM_FIELD_NUMBER: _builtins.int
+    PREFIX_KEY_FIELD_NUMBER: _builtins.int
     term: _builtins.int
+    prefix_key: _builtins.bytes
+    """under which prompts' beginnings are named"""
     def __init__(
         self,
         *,
         term: _builtins.int = ...,
+        prefix_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefix_key", b"prefix_key", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -539,6 +553,7 @@ class Register(_message.Message):
     PREFILL_PER_TOKEN_S_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
+    TOKENIZER_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
     pool: _builtins.str
@@ -556,6 +571,8 @@ class Register(_message.Message):
     prefill_per_token_s: _builtins.float
     pid: _builtins.int
     transport: _builtins.str
+    tokenizer: _builtins.str
+    """a digest; token ids must mean the same everywhere"""
     def __init__(
         self,
         *,
@@ -574,10 +591,11 @@ class Register(_message.Message):
         prefill_per_token_s: _builtins.float = ...,
         pid: _builtins.int = ...,
         transport: _builtins.str = ...,
+        tokenizer: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size", b"block_size", "incarnation", b"incarnation", "layout", b"layout", "max_model_len", b"max_model_len", "num_blocks", b"num_blocks", "num_slots", b"num_slots", "pid", b"pid", "pool", b"pool", "prefill_per_token_s", b"prefill_per_token_s", "role", b"role", "step_base_s", b"step_base_s", "step_per_seq_s", b"step_per_seq_s", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size", b"block_size", "incarnation", b"incarnation", "layout", b"layout", "max_model_len", b"max_model_len", "num_blocks", b"num_blocks", "num_slots", b"num_slots", "pid", b"pid", "pool", b"pool", "prefill_per_token_s", b"prefill_per_token_s", "role", b"role", "step_base_s", b"step_base_s", "step_per_seq_s", b"step_per_seq_s", "tokenizer", b"tokenizer", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1031,6 +1049,46 @@ class ClusterView(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class WaitingTenantsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class WaitingStandingsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     TERM_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
@@ -1043,6 +1101,12 @@ class ClusterView(_message.Message):
     REFUSED_FIELD_NUMBER: _builtins.int
     IS_RECONCILING_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
+    MAX_QUEUE_TOKENS_FIELD_NUMBER: _builtins.int
+    TENANT_QUEUE_SHARE_FIELD_NUMBER: _builtins.int
+    REQUEST_S_FIELD_NUMBER: _builtins.int
+    ARE_TENANTS_FAIR_FIELD_NUMBER: _builtins.int
+    WAITING_TENANTS_FIELD_NUMBER: _builtins.int
+    WAITING_STANDINGS_FIELD_NUMBER: _builtins.int
     term: _builtins.int
     num_waiting: _builtins.int
     waiting_tokens: _builtins.int
@@ -1052,6 +1116,12 @@ class ClusterView(_message.Message):
     retry_after_s: _builtins.float
     is_reconciling: _builtins.bool
     """it has just started: workers are still coming back"""
+    max_queue_tokens: _builtins.int
+    tenant_queue_share: _builtins.float
+    """of the queue, for one tenant with a key"""
+    request_s: _builtins.float
+    """in which one of those that wait is placed; 0: unknown"""
+    are_tenants_fair: _builtins.bool
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerView]: ...
     @_builtins.property
@@ -1061,6 +1131,14 @@ class ClusterView(_message.Message):
     @_builtins.property
     def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """monotonic since the start of this control plane"""
+
+    @_builtins.property
+    def waiting_tenants(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """wants; of many tenants the largest"""
+
+    @_builtins.property
+    def waiting_standings(self) -> _containers.ScalarMap[_builtins.int, _builtins.int]:
+        """wants by their rough place in the order"""
 
     def __init__(
         self,
@@ -1077,10 +1155,16 @@ class ClusterView(_message.Message):
         refused: _abc.Iterable[Global___RefusedWorker] | None = ...,
         is_reconciling: _builtins.bool = ...,
         counters: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        max_queue_tokens: _builtins.int = ...,
+        tenant_queue_share: _builtins.float = ...,
+        request_s: _builtins.float = ...,
+        are_tenants_fair: _builtins.bool = ...,
+        waiting_tenants: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        waiting_standings: _abc.Mapping[_builtins.int, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "is_reconciling", b"is_reconciling", "links", b"links", "max_queue_requests", b"max_queue_requests", "num_granted", b"num_granted", "num_routers", b"num_routers", "num_waiting", b"num_waiting", "refused", b"refused", "retry_after_s", b"retry_after_s", "term", b"term", "waiting_tokens", b"waiting_tokens", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["are_tenants_fair", b"are_tenants_fair", "counters", b"counters", "is_reconciling", b"is_reconciling", "links", b"links", "max_queue_requests", b"max_queue_requests", "max_queue_tokens", b"max_queue_tokens", "num_granted", b"num_granted", "num_routers", b"num_routers", "num_waiting", b"num_waiting", "refused", b"refused", "request_s", b"request_s", "retry_after_s", b"retry_after_s", "tenant_queue_share", b"tenant_queue_share", "term", b"term", "waiting_standings", b"waiting_standings", "waiting_tenants", b"waiting_tenants", "waiting_tokens", b"waiting_tokens", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -29,6 +29,7 @@ class Fault(_message.Message):
     SECONDS_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
     PEER_FIELD_NUMBER: _builtins.int
+    SECONDS_PER_BYTE_FIELD_NUMBER: _builtins.int
     verb: _builtins.str
     point: _builtins.str
     nth: _builtins.int
@@ -39,6 +40,8 @@ class Fault(_message.Message):
     offset: _builtins.int
     peer: _builtins.str
     """the link's other worker, or the message's kind; empty: any"""
+    seconds_per_byte: _builtins.float
+    """of a delay where bytes are sent: a slow link"""
     def __init__(
         self,
         *,
@@ -49,10 +52,11 @@ class Fault(_message.Message):
         seconds: _builtins.float = ...,
         offset: _builtins.int = ...,
         peer: _builtins.str = ...,
+        seconds_per_byte: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["nth", b"nth", "offset", b"offset", "peer", b"peer", "point", b"point", "seconds", b"seconds", "times", b"times", "verb", b"verb"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nth", b"nth", "offset", b"offset", "peer", b"peer", "point", b"point", "seconds", b"seconds", "seconds_per_byte", b"seconds_per_byte", "times", b"times", "verb", b"verb"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

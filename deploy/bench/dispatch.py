@@ -1,23 +1,33 @@
 """``dispatch``: how fast the control plane places requests, and how well.
 
 The planner runs in this process, told what routers and workers would tell it. *Rate*: a thousand
-workers, half of each role, all slots taken, and ten thousand requests waiting; again and again a
-request ends, its workers report, and another one comes. Only the planner's own time counts.
+workers, half of each role, all slots taken, and ten thousand requests waiting, of many tenants, all
+tiers, and with prompts that begin as others do; again and again a request ends, its workers report,
+and another one comes. Only the planner's own time counts. Each order of the queue has its row.
 *Choice*: eight workers of each role with random loads, speeds and links; the cost of the chosen
 pair against the least of all pairs that have room, by the same cost model.
 """
 
 from __future__ import annotations
 
+import gc
 import random
 import statistics
 import time
 from collections import deque
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from cluster.config import DeployConfig, ModelConfig, PoolConfig, Role, SchedulingConfig
+from cluster.config import (
+    DeployConfig,
+    LocalPrefill,
+    ModelConfig,
+    Policy,
+    PoolConfig,
+    Role,
+    SchedulingConfig,
+)
 from cluster.control.costs import Choice, CostModel, Route
 from cluster.control.decisions import Decision, SendGrant
 from cluster.control.facts import (
@@ -32,6 +42,7 @@ from cluster.control.ledger import Ledger
 from cluster.control.links import LinkTable
 from cluster.control.placement import Placement
 from cluster.control.planner import Planner
+from cluster.control.prefixes import PromptPrefix
 from cluster.control.settings import ControlSettings
 from cluster.kv.layout import KVLayout
 from deploy.bench.report import Bar, Row, Run, row_of
@@ -44,6 +55,13 @@ _BAR_RATE = Bar(subject="value", relation=">=", limit=2000.0)
 _BAR_COST = Bar(subject="ratio", relation="<=", limit=1.05)
 _ROUTER = ("bench", "bench-1")
 _MAX_PROMPT, _MAX_OUTPUT = 1900, 128
+_NUM_TENANTS, _NUM_BEGINNINGS, _STRIDE = 20, 200, 64
+_ORDERS = {
+    "fcfs": SchedulingConfig(),
+    "sjf": SchedulingConfig(policy=Policy.SJF),
+    "tiers": SchedulingConfig(policy=Policy.PRIORITY),
+    "tiers, fair to tenants": SchedulingConfig(policy=Policy.PRIORITY, fair_tenants=True),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,22 +78,27 @@ class DispatchSize:
 def measure(site: Site, size: DispatchSize | None = None) -> list[Row]:
     """Return the rows of rate and choice."""
     size = size or DispatchSize()
-    rates, costs = [], []
-    with closing(site.progress(NAME, size.num_runs, "run")) as bar:
+    rates: dict[str, list[Run]] = {order: [] for order in _ORDERS}
+    costs = []
+    with closing(site.progress(NAME, size.num_runs * len(rates), "run")) as bar:
         for number in range(size.num_runs):
-            world = _World(size, random.Random(number))
-            world.fill()
-            rates.append(Run(world.rate(), _BAR_RATE.limit))
+            for order, runs in rates.items():
+                world = _World(size, random.Random(number), _ORDERS[order])
+                world.fill()
+                runs.append(Run(world.rate(), _BAR_RATE.limit))
+                bar.update()
             costs.append(_chosen_against_least(size.num_choices, random.Random(number)))
-            bar.update()
     shape = f"{size.num_workers} workers, {size.num_waiting} waiting, reference: the bar"
     return [
-        row_of(NAME, f"placements, {shape}", "1/s", rates, _BAR_RATE),
+        *(
+            row_of(NAME, f"placements, {order}, {shape}", "1/s", runs, _BAR_RATE)
+            for order, runs in rates.items()
+        ),
         row_of(NAME, "cost of the pair at 8 x 8, vs the least of all", "s", costs, _BAR_COST),
     ]
 
 
-def _config(num_each: int) -> DeployConfig:
+def _config(num_each: int, scheduling: SchedulingConfig) -> DeployConfig:
     return DeployConfig(
         pools=tuple(
             PoolConfig(
@@ -84,7 +107,13 @@ def _config(num_each: int) -> DeployConfig:
             for role in (Role.PREFILL, Role.DECODE)
         ),
         model=ModelConfig(max_model_len=2048),
-        scheduling=SchedulingConfig(max_queue_requests=1 << 20, run_ahead_tokens=1 << 13),
+        scheduling=replace(
+            scheduling,
+            max_queue_requests=1 << 20,
+            max_queue_tokens=1 << 40,
+            tenant_queue_share=1.0,
+            run_ahead_tokens=1 << 13,
+        ),
     )
 
 
@@ -135,10 +164,12 @@ class _Worker:
 class _World:
     """Routers and workers in a nutshell."""
 
-    def __init__(self, size: DispatchSize, draw: random.Random) -> None:
+    def __init__(
+        self, size: DispatchSize, draw: random.Random, scheduling: SchedulingConfig
+    ) -> None:
         self._size = size
         self._draw = draw
-        config = _config(size.num_workers // 2)
+        config = _config(size.num_workers // 2, scheduling)
         self._now = 0.0
         self._planner = Planner(
             config, term=1, settings=ControlSettings(reconcile_s=0.0), now=self._now
@@ -146,7 +177,10 @@ class _World:
         self._planner.router_joined(*_ROUTER, self._now)
         self._workers = {r.worker_id: _Worker(r) for r in _registrations(config)}
         self._wants: dict[str, Want] = {}
+        self._granted: set[str] = set()
+        """Workers that have not reported since."""
         self._live: deque[tuple[str, str, str]] = deque()
+        self._tiers = scheduling.tiers
         self._num_wants = self._num_granted = 0
         self._spent_s = 0.0
         for worker in self._workers.values():
@@ -158,8 +192,10 @@ class _World:
         while len(self._wants) < self._size.num_waiting:
             self._come()
             if self._num_wants % 64 == 0:
-                self._start_all()
-        self._start_all()
+                self._start_granted()
+        self._start_granted()
+        # One pass over all that came at once: a control plane that runs has long made it.
+        gc.collect()
 
     def rate(self) -> float:
         """Return placements by second of the planner's time."""
@@ -182,21 +218,34 @@ class _World:
     def _come(self) -> None:
         self._now += 1e-4
         self._num_wants += 1
+        num_prompt_tokens = self._draw.randint(1, _MAX_PROMPT)
         want = Want(
             request_id=f"r{self._num_wants}",
             attempt=0,
-            num_prompt_tokens=self._draw.randint(1, _MAX_PROMPT),
+            num_prompt_tokens=num_prompt_tokens,
             max_tokens=self._draw.randint(2, _MAX_OUTPUT),
             waited_s=0.0,
             remaining_s=1e6,
+            priority=self._draw.choice(self._tiers),
+            tenant=f"tenant-{self._draw.randrange(_NUM_TENANTS)}",
+            prefix=self._prefix(num_prompt_tokens),
         )
         self._wants[want.request_id] = want
         began = time.thread_time()
         self._take(self._planner.want(_ROUTER[0], want, self._now), began)
 
-    def _start_all(self) -> None:
-        for worker_id in self._workers:
-            self._say(worker_id)
+    def _prefix(self, num_tokens: int) -> PromptPrefix:
+        """Half of a prompt is the beginning of others too, the rest is its own."""
+        num_names, beginning = num_tokens // _STRIDE, self._draw.randrange(_NUM_BEGINNINGS)
+        names = [
+            beginning << 32 | number if 2 * number < num_names else self._num_wants << 42 | number
+            for number in range(num_names)
+        ]
+        return PromptPrefix(stride_tokens=_STRIDE, names=tuple(names))
+
+    def _start_granted(self) -> None:
+        while self._granted:
+            self._say(self._granted.pop())
 
     def _say(self, worker_id: str) -> None:
         worker = self._workers[worker_id]
@@ -210,14 +259,15 @@ class _World:
             if not isinstance(decision, SendGrant):
                 continue
             grant = decision.grant
-            assert grant.prefill is not None, "there are only pairs"
-            assert grant.decode is not None, "there are only pairs"
+            assert grant.decode is not None, "nobody asks for one token"
+            prefill = grant.prefill or grant.decode
             want = self._wants.pop(grant.request_id)
             # The prompt is computed by the next report, and its blocks are the decode worker's.
             num_blocks = -(-want.num_prompt_tokens // 16)
+            self._workers[prefill.worker_id].held[grant.grant_id] = 0
             self._workers[grant.decode.worker_id].held[grant.grant_id] = num_blocks
-            self._workers[grant.prefill.worker_id].held[grant.grant_id] = 0
-            self._live.append((grant.grant_id, grant.prefill.worker_id, grant.decode.worker_id))
+            self._live.append((grant.grant_id, prefill.worker_id, grant.decode.worker_id))
+            self._granted |= {prefill.worker_id, grant.decode.worker_id}
             self._num_granted += 1
 
 
@@ -227,7 +277,7 @@ def _chosen_against_least(num_choices: int, draw: random.Random) -> Run:
     for _ in range(num_choices):
         ledger = Ledger(LinkTable(60.0))
         costs = CostModel(ledger, 64.0)
-        config = _config(8)
+        config = _config(8, SchedulingConfig(local_prefill=LocalPrefill.NEVER))
         placement = Placement(config, ledger, costs, ControlSettings())
         _load(ledger, config, draw)
         want = Want(

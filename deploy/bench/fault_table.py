@@ -5,12 +5,14 @@ Once each has been served twenty times, one process gets ``kill -9``, or is stop
 where that is said; whoever hosts the cluster replaces what died. A call has failed unless every
 token came. *p50 after* is of the good calls that began five seconds or more after the fault and
 ended before the replacement was there; where it came sooner, of all that began so late.
-*Replaced* is when the new worker has got its first leg, or, where the others are enough and it gets
-none within five seconds, when it was alive in the control plane's view.
+*Replaced* is when the new worker has got its first leg.
+
+Each fault is a scenario that can be run alone, by its name: ``fault-table/2p2d-decode``.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from contextlib import closing
@@ -18,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cluster.config import Role
-from cluster.errors import PdserveError
 from deploy.bench import victims
 from deploy.bench.load import Ask, Call, Load, failures, p50_s
 from deploy.bench.report import Bar, Row
@@ -35,6 +36,10 @@ _NONE = Bar(subject="value", relation="<=", limit=0.0)
 _P50 = Bar(subject="ratio", relation="<=", limit=1.5)
 _REPLACED = Bar(subject="value", relation="<=", limit=20.0)
 _WAIT_S = 600.0
+SINGLE = ("1p1d-prefill", "1p1d-decode")
+"""Scenarios with one worker of each kind: what nobody can serve fails by name."""
+SPARE = ("2p2d-prefill", "2p2d-decode", "2p2d-control-killed", "2p2d-control-paused")
+"""Scenarios with two of each: nobody may notice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,21 +56,18 @@ class FaultTableSize:
     """Calls go on for so long beyond ``settle_s`` and the replacement."""
     pause_s: float = 10.0
     replace_s: float = 60.0
-    """When a replacement is given up."""
-    ask: Ask = field(default_factory=Ask)
+    """When a replacement, or its first leg, is given up."""
+    ask: Ask = field(default_factory=lambda: Ask(num_prompt_tokens=128))
+    """Long enough to be handed over: no decode worker prefills it because that is cheaper."""
 
 
-def measure_spare(site: Site, doors: Doors, size: FaultTableSize | None = None) -> list[Row]:
-    """Two workers of each kind: nobody may notice, whoever dies."""
-    table = _Table(site, doors, "2P+2D", size or FaultTableSize())
-    rows = [row for role in (Role.PREFILL, Role.DECODE) for row in table.worker_killed(role)]
-    return [*rows, *table.control_killed(), *table.control_paused()]
-
-
-def measure_single(site: Site, doors: Doors, size: FaultTableSize | None = None) -> list[Row]:
-    """One worker of each kind: what nobody can serve fails by name, and all is soon whole again."""
-    table = _Table(site, doors, "1P+1D", size or FaultTableSize())
-    return [row for role in (Role.PREFILL, Role.DECODE) for row in table.worker_killed(role)]
+def measure(
+    site: Site, doors: Doors, *, scenario: str, size: FaultTableSize | None = None
+) -> list[Row]:
+    """Play one of ``SINGLE`` on one worker of each kind, or one of ``SPARE`` on two of each."""
+    shape = "1P+1D" if scenario in SINGLE else "2P+2D"
+    table = _Table(site, doors, shape, size or FaultTableSize())
+    return _SCENARIOS[scenario.partition("-")[2]](table)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,24 +88,13 @@ class _Table:
         self._size = size
         self._victims = Victims(doors)
 
-    def worker_killed(self, role: Role) -> list[Row]:
-        """Kill the first worker of a role."""
-        dead = None
+    def prefill_killed(self) -> list[Row]:
+        """Kill the first prefill worker."""
+        return self._worker_killed(Role.PREFILL)
 
-        def strike() -> tuple[float, float]:
-            nonlocal dead
-            dead = self._victims.first(role)
-            return victims.kill(dead.worker.pid), self._replaced_at(dead)
-
-        story = self._tell(f"{role.value} killed", strike)
-        what = f"{self._shape}, kill -9 of a {role.value} worker"
-        is_spare = self._shape == "2P+2D"
-        rows = [
-            self._failed(story, what, _NONE if is_spare else None),
-            self._untyped(story, what),
-            self._row(f"{what}: replaced", story.repaired - story.at, "s", bar=_REPLACED),
-        ]
-        return [*rows, *self._p50(story, what)] if is_spare else rows
+    def decode_killed(self) -> list[Row]:
+        """Kill the first decode worker."""
+        return self._worker_killed(Role.DECODE)
 
     def control_killed(self) -> list[Row]:
         """Kill the control plane."""
@@ -127,6 +118,24 @@ class _Table:
         return self._control(f"control plane stopped {self._size.pause_s:g} s", strike)
 
     # ---- inside
+
+    def _worker_killed(self, role: Role) -> list[Row]:
+        dead = None
+
+        def strike() -> tuple[float, float]:
+            nonlocal dead
+            dead = self._victims.first(role)
+            return victims.kill(dead.worker.pid), self._replaced_at(dead)
+
+        story = self._tell(f"{role.value} killed", strike)
+        what = f"{self._shape}, kill -9 of a {role.value} worker"
+        is_spare = self._shape == "2P+2D"
+        rows = [
+            self._failed(story, what, _NONE if is_spare else None),
+            self._untyped(story, what),
+            self._row(f"{what}: replaced", story.repaired - story.at, "s", bar=_REPLACED),
+        ]
+        return [*rows, *self._p50(story, what)] if is_spare else rows
 
     def _control(self, what: str, strike: Callable[[], tuple[float, float]]) -> list[Row]:
         before = {w.worker.incarnation for w in self._victims.workers()}
@@ -156,12 +165,13 @@ class _Table:
             load.wait_calls(num_calls, _WAIT_S)
             rest_s = max(at + size.settle_s, repaired) + size.after_s - time.monotonic()
             threading.Event().wait(max(0.0, rest_s))
-        return _Story(load.calls, began, at, repaired)
+        story = _Story(load.calls, began, at, repaired)
+        _tell_failures(story)
+        return story
 
     def _replaced_at(self, dead: WorkerView) -> float:
-        """Wait for the heir, and for its first leg if it is needed."""
+        """Wait for the heir's first leg."""
         heir = self._victims.wait_heir(dead, self._size.replace_s)
-        alive_at = time.monotonic()
 
         def serves() -> bool:
             counters = (
@@ -171,10 +181,7 @@ class _Table:
             )
             return any(each.get("legs_received", 0) > 0 for each in counters)
 
-        try:
-            victims.wait_until(serves, self._size.settle_s, "the replacement serves nobody")
-        except PdserveError:
-            return alive_at
+        victims.wait_until(serves, self._size.replace_s, "the replacement serves nobody")
         return time.monotonic()
 
     def _failed(self, story: _Story, what: str, bar: Bar | None) -> Row:
@@ -208,3 +215,21 @@ class _Table:
             ratio=value / reference,
             bar=bar,
         )
+
+
+def _tell_failures(story: _Story) -> None:
+    """Say on standard error what the table has no room for."""
+    for call in story.calls:
+        if call.error:
+            times = (
+                f"{call.started - story.at:.2f} to {call.ended - story.at:.2f} s after the fault"
+            )
+            sys.stderr.write(f"\n{NAME}: a call failed, {times}: {call.error}: {call.reason}")
+
+
+_SCENARIOS: dict[str, Callable[[_Table], list[Row]]] = {
+    "prefill": _Table.prefill_killed,
+    "decode": _Table.decode_killed,
+    "control-killed": _Table.control_killed,
+    "control-paused": _Table.control_paused,
+}

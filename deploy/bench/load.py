@@ -41,6 +41,8 @@ class Call:
     ended: float
     error: str = ""
     """The error's code; empty where all tokens came."""
+    reason: str = ""
+    """What the error says."""
     is_typed: bool = True
     """False where the failure is none that the product names."""
 
@@ -121,6 +123,7 @@ class Load:
 def one_call(client: Client, ask: Ask, draw: random.Random) -> Call:
     """Make one call and tell what became of it; never raises."""
     started, error, is_typed, num_tokens = time.monotonic(), "", True, 0
+    reason = ""
     try:
         pieces = client.generate(
             prompt_ids=pb.TokenIds(ids=prompt_ids(ask.num_prompt_tokens, draw)),
@@ -133,10 +136,12 @@ def one_call(client: Client, ask: Ask, draw: random.Random) -> Call:
         if num_tokens != ask.max_tokens:
             error, is_typed = f"{num_tokens} tokens of {ask.max_tokens}", False
     except PdserveError as failure:
-        error = failure.code
+        error, reason = failure.code, failure.message
     except Exception as failure:
-        error, is_typed = type(failure).__name__, False
-    return Call(started=started, ended=time.monotonic(), error=error, is_typed=is_typed)
+        error, reason, is_typed = type(failure).__name__, str(failure), False
+    return Call(
+        started=started, ended=time.monotonic(), error=error, reason=reason, is_typed=is_typed
+    )
 
 
 def p50_s(calls: list[Call], since: float, until: float) -> float | None:

@@ -1,6 +1,7 @@
 """``pdserve bench``: run the named benchmarks, each in the place it needs, and report.
 
-What needs no cluster comes first, then each kind of cluster once, for all benchmarks that need it.
+What needs no cluster, or starts its own, comes first; then each kind of cluster once, for all
+benchmarks that need it.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ import contextlib
 import datetime
 import difflib
 import os
-import signal
 import sys
-import threading
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
+from cluster.config import Role
 from cluster.errors import ConfigError, PdserveError
 from deploy import progress as progress_bars
 from deploy.bench import (
@@ -25,6 +26,7 @@ from deploy.bench import (
     frontend,
     handoff,
     isolation,
+    lab_interference,
     overhead,
     prefill,
     report,
@@ -33,11 +35,11 @@ from deploy.bench import (
 from deploy.bench import cluster as bench_cluster
 from deploy.bench.site import Site
 from deploy.model_source import resolve_model
+from deploy.stop_signals import ended_like_interrupted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
-    from types import FrameType
 
     from deploy.bench.report import Row
     from deploy.bench.site import Doors
@@ -56,12 +58,18 @@ class ClusterBenches:
     benches: tuple[tuple[str, ClusterBench], ...]
 
 
+def _fault_tables(scenarios: Sequence[str]) -> Iterator[tuple[str, ClusterBench]]:
+    for scenario in scenarios:
+        yield f"{fault_table.NAME}/{scenario}", partial(fault_table.measure, scenario=scenario)
+
+
 SITE_BENCHES: tuple[tuple[str, SiteBench], ...] = (
     (decode_step.NAME, decode_step.measure),
     (prefill.NAME, prefill.measure),
     (handoff.NAME, handoff.measure),
     (dispatch.NAME, dispatch.measure),
     (frontend.NAME, frontend.measure),
+    (lab_interference.NAME, lab_interference.measure),
 )
 CLUSTER_BENCHES = (
     ClusterBenches(
@@ -70,8 +78,11 @@ CLUSTER_BENCHES = (
         (
             (overhead.NAME, overhead.measure),
             (isolation.NAME, isolation.measure_pools),
-            (fault_table.NAME, fault_table.measure_single),
-            (restarts.NAME, restarts.measure),
+            *_fault_tables(fault_table.SINGLE),
+            *(
+                (f"{restarts.NAME}/{role.value}", partial(restarts.measure, role=role))
+                for role in (Role.PREFILL, Role.DECODE)
+            ),
         ),
     ),
     ClusterBenches(
@@ -82,7 +93,7 @@ CLUSTER_BENCHES = (
     ClusterBenches(
         "two of each kind",
         "trial-2p2d.yaml",
-        ((cancel.NAME, cancel.measure), (fault_table.NAME, fault_table.measure_spare)),
+        ((cancel.NAME, cancel.measure), *_fault_tables(fault_table.SPARE)),
     ),
 )
 USUAL_NAMES = (
@@ -94,8 +105,15 @@ USUAL_NAMES = (
     overhead.NAME,
     isolation.NAME,
 )
-NAMES = (*USUAL_NAMES, cancel.NAME, fault_table.NAME, restarts.NAME)
-"""The last ones take many minutes, and run only where they are named."""
+NAMES = (
+    *USUAL_NAMES,
+    lab_interference.NAME,
+    cancel.NAME,
+    fault_table.NAME,
+    restarts.NAME,
+)
+"""The last ones take many minutes, and run only where they, or NAME/PART of them, are named."""
+_PARTS = frozenset(name for group in CLUSTER_BENCHES for name, _ in group.benches if "/" in name)
 
 
 def run(names: Sequence[str], *, json_path: Path | None) -> int:
@@ -111,7 +129,7 @@ def run(names: Sequence[str], *, json_path: Path | None) -> int:
     folder, _ = resolve_model("trial")
     site = Site(folder=folder, core=max(os.sched_getaffinity(0)), progress=progress_bars.show)
     measurement = _Measurement(site, chosen)
-    with _ended_like_interrupted():
+    with ended_like_interrupted():
         measurement.run()
     if measurement.rows:
         _say(f"\n{report.as_table(measurement.rows)}")
@@ -123,8 +141,8 @@ def run(names: Sequence[str], *, json_path: Path | None) -> int:
 def check_names(names: Sequence[str]) -> frozenset[str]:
     """Return the benchmarks to run; raises ConfigError that names the nearest one."""
     for name in names:
-        if name not in NAMES:
-            near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.5)
+        if name not in NAMES and name not in _PARTS:
+            near = difflib.get_close_matches(name, (*NAMES, *_PARTS), n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(NAMES)}"
             raise ConfigError(f"unknown benchmark {name!r}; {hint}", field=name)
     return frozenset(names or USUAL_NAMES)
@@ -155,10 +173,13 @@ class _Measurement:
                 with self._kept_going(name):
                     self.rows += measure(self._site)
         for group in CLUSTER_BENCHES:
-            benches = [bench for bench in group.benches if bench[0] in self._chosen]
+            benches = [bench for bench in group.benches if self._is_chosen(bench[0])]
             if benches:
                 with self._kept_going(group.title):
                     self._run_cluster(group, benches)
+
+    def _is_chosen(self, name: str) -> bool:
+        return name in self._chosen or name.partition("/")[0] in self._chosen
 
     def _run_cluster(
         self, group: ClusterBenches, benches: Sequence[tuple[str, ClusterBench]]
@@ -178,23 +199,6 @@ class _Measurement:
         except PdserveError as error:
             self.has_failed = True
             _tell(f"\n{what} failed: {error.message}")
-
-
-@contextlib.contextmanager
-def _ended_like_interrupted() -> Iterator[None]:
-    """Let SIGTERM do what Ctrl-C does: leave every ``with`` on the way out."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
-def _interrupt(_number: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def _say(text: str) -> None:

@@ -59,6 +59,7 @@ class _Route:
 
     def __init__(self) -> None:
         self.view: ClusterView | None = _view()
+        self.prefix_key = b""
         self._num_grants = 0
 
     def view_age_s(self, now: float) -> float:

@@ -38,6 +38,8 @@ class Footprint:
     """What one process holds."""
 
     num_files: int
+    num_sockets: int
+    """TCP, that listen or are connected."""
     num_threads: int
     memory_bytes: int
     """Its own, swapped out or not."""
@@ -51,6 +53,7 @@ class Footprint:
             fields[name] = value.split()[0] if value.split() else ""
         return cls(
             num_files=sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir()),
+            num_sockets=len(psutil.Process(pid).net_connections("tcp")),
             num_threads=int(fields["Threads"]),
             memory_bytes=sum(int(fields[name]) << 10 for name in ("RssAnon", "VmSwap")),
         )

@@ -24,3 +24,10 @@ class GrpcCaps:
     grpc.aio can't reset one stream that its client doesn't read."""
     max_streams: int = 1024
     """Of one connection."""
+    max_connections: int = 2048
+    max_per_address: int = 512
+    """Connections of one client's address."""
+    look_beat_s: float = 1.0
+    """Between two looks at how many an address has."""
+    handshake_timeout_s: float = 10.0
+    """From a connection to the end of its HTTP/2 preface."""

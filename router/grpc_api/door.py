@@ -6,19 +6,22 @@ import asyncio
 import math
 from typing import TYPE_CHECKING
 
-import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]
 from grpc_reflection.v1alpha import reflection
 
 from cluster.errors import StartupError
-from cluster.grpc_server import StandingServer
+from cluster.grpc_server import StandingServer, make_server
 from cluster.wire import public_v1_pb2_grpc as pb_grpc
 from router.grpc_api.caps import GrpcCaps
+from router.grpc_api.connections import Connections
 from router.grpc_api.inference import Inference
 from router.grpc_api.keys import KeyGuard
+from router.grpc_api.malformed import MessageGuard
 
 if TYPE_CHECKING:
+    import grpc.aio
+
     from router.service import Service
 
 _SERVICE = "pdserve.v1.Inference"
@@ -38,32 +41,39 @@ class GrpcDoor:
         self._caps = caps or GrpcCaps()
         self._server = StandingServer(self._make)
         self._health = health_aio.HealthServicer()
-        self._beat: asyncio.Task[None] | None = None
+        self._beats: list[asyncio.Task[None]] = []
+        self.connections: Connections | None = None
 
     @property
     def is_serving(self) -> bool:
         """Whether calls are taken and health is told."""
-        return self._server.is_serving and self._beat is not None and not self._beat.done()
+        is_beating = bool(self._beats) and not any(beat.done() for beat in self._beats)
+        return self._server.is_serving and is_beating
 
     async def start(self) -> int:
         """Listen and return the port; raises StartupError where the address can't be had."""
         await self._tell_health()
         port = await self._server.start(self._port)
-        self._beat = asyncio.create_task(self._keep_health())
+        self.connections = connections = Connections(port, self._caps.max_per_address)
+        self._beats = [
+            asyncio.create_task(self._keep_health()),
+            asyncio.create_task(self._keep_shares(connections)),
+        ]
         return port
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Refuse new calls and end those that run after ``grace_s``; idempotent."""
-        beat, self._beat = self._beat, None
-        if beat is not None:
+        beats, self._beats = self._beats, []
+        for beat in beats:
             beat.cancel()
-            await asyncio.wait([beat])
+        if beats:
+            await asyncio.wait(beats)
             await self._health.enter_graceful_shutdown()
             await self._server.stop(grace_s)
 
     def _make(self, port: int) -> tuple[grpc.aio.Server, int]:
-        server = grpc.aio.server(
-            interceptors=(KeyGuard(self._service.keys),), options=self._options()
+        server = make_server(
+            interceptors=(KeyGuard(self._service.keys), MessageGuard()), options=self._options()
         )
         pb_grpc.add_InferenceServicer_to_server(Inference(self._service, self._caps), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -84,6 +94,8 @@ class GrpcDoor:
             ("grpc.max_metadata_size", limits.max_header_bytes),
             ("grpc.absolute_max_metadata_size", limits.max_header_bytes),
             ("grpc.max_concurrent_streams", caps.max_streams),
+            ("grpc.max_allowed_incoming_connections", caps.max_connections),
+            ("grpc.server_handshake_timeout_ms", _ms(caps.handshake_timeout_s)),
             ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PING_INTERVAL_MS),
             ("grpc.http2.max_pings_without_data", 0),
             ("grpc.http2.ping_timeout_ms", _ms(caps.ping_timeout_s)),
@@ -93,6 +105,11 @@ class GrpcDoor:
             ("grpc.max_connection_age_ms", _ms(caps.connection_age_s)),
             ("grpc.max_connection_age_grace_ms", _ms(last_words_s)),
         )
+
+    async def _keep_shares(self, connections: Connections) -> None:
+        while True:
+            await asyncio.sleep(self._caps.look_beat_s)
+            connections.look()
 
     async def _keep_health(self) -> None:
         told: bool | None = None

@@ -59,7 +59,10 @@ class Replies:
         """Return the tokens of the whole call."""
         prompt, output = self._call.num_prompt_tokens, sum(self._num_output_tokens.values())
         return pb.Usage(
-            prompt_tokens=prompt, completion_tokens=output, total_tokens=prompt + output
+            prompt_tokens=prompt,
+            completion_tokens=output,
+            total_tokens=prompt + output,
+            cached_tokens=self._call.num_cached_tokens,
         )
 
     def _end(self, message: pb.GenerateResponse, finish: Finish) -> None:

@@ -47,9 +47,9 @@ def test_round_trip_keeps_every_value():
         ({"pools": [{**MIXED, "count": 2, "cores": [0]}]}, "pools.a.cores", "fewer than count"),
         ({**TREE, "endpoints": {"http_port": 8001}}, "endpoints", "differ"),
         ({**TREE, "endpoints": {"host": "0.0.0.0"}}, "endpoints.host", "use 127.0.0.1"),
-        ({**TREE, "endpoints": {"host": "::"}}, "endpoints.host", "not a loopback"),
-        ({**TREE, "endpoints": {"host": "192.0.2.1"}}, "endpoints.host", "not a loopback"),
-        ({**TREE, "endpoints": {"host": "node7"}}, "endpoints.host", "not a loopback"),
+        ({**TREE, "endpoints": {"host": "::"}}, "endpoints.host", "no address of one interface"),
+        ({**TREE, "endpoints": {"host": "192.0.2.1"}}, "endpoints.host", "cluster_token_file"),
+        ({**TREE, "endpoints": {"host": "node7"}}, "endpoints.host", "not an IP address"),
     ],
 )  # fmt: skip
 def test_refuses_with_the_path_and_a_hint(tree, field, hint):
@@ -98,6 +98,7 @@ def test_a_key_file_is_named_wherever_routers_start():
 
 
 OFF = {"preemption": "off"}
+SWAP = {"preemption": "swap"}
 
 
 @pytest.mark.parametrize(
@@ -118,6 +119,17 @@ OFF = {"preemption": "off"}
         ({}, {"policy": "sfj"}, ["scheduling.policy", "sjf"]),
         ({}, {"aging_s": 0.0}, ["scheduling.aging_s"]),
         ({}, {"max_preemptions": 0}, ["scheduling.max_preemptions"]),
+        ({}, {"max_queue_tokens": 0}, ["scheduling.max_queue_tokens"]),
+        ({}, {"tenant_queue_share": 1.5}, ["scheduling.tenant_queue_share"]),
+        ({}, {"tenant_queue_share": 0.0}, ["scheduling.tenant_queue_share"]),
+        ({}, {"local_prefill": "atuo"}, ["scheduling.local_prefill", "auto"]),
+        ({}, {"local_prefill_tokens": 0}, ["scheduling.local_prefill_tokens"]),
+        ({"prefix_cache": False, "prefix_shared": True}, {}, ["prefix_shared", "prefix_cache"]),
+        ({"swap_tokens": 64}, {}, ["pools.a.swap_tokens", "scheduling.preemption", "recompute"]),
+        ({"swap_tokens": 64}, OFF, ["pools.a.swap_tokens", "scheduling.preemption"]),
+        ({"swap_tokens": -16}, SWAP, ["pools.a.swap_tokens"]),
+        ({"swap_tokens": 40}, SWAP, ["pools.a.swap_tokens", "pools.a.block_size"]),
+        ({"batching": "static"}, SWAP, ["pools.a.batching", "scheduling.preemption", "swap"]),
     ],
 )
 def test_what_does_not_go_together_is_refused_by_name(pool, scheduling, named):
@@ -129,6 +141,19 @@ def test_what_does_not_go_together_is_refused_by_name(pool, scheduling, named):
     assert caught.value.field
 
 
+@pytest.mark.parametrize(("swap_tokens", "num_slots"), [(0, 64), (160, 10)])
+def test_the_swap_buffer_is_as_large_as_the_pool_unless_it_is_told(swap_tokens, num_slots):
+    pool = {"name": "a", "role": "mixed", "kv_tokens": 1024, "swap_tokens": swap_tokens}
+    loaded = config.from_tree({"pools": [pool], "scheduling": SWAP})
+    assert loaded.pools[0].num_swap_slots == num_slots
+
+
+def test_prompts_are_computed_in_chunks_unless_a_pool_says_otherwise():
+    pools = [{"name": "a", "role": "mixed"}, {"name": "b", "role": "mixed", "chunk_tokens": 0}]
+    loaded = config.from_tree({"pools": pools})
+    assert [pool.chunk_tokens for pool in loaded.pools] == [512, 0]
+
+
 def test_batches_are_formed_where_nobody_is_preempted():
     tree = {
         "pools": [{"name": "a", "role": "mixed", "batching": "static", "batch_size": 4}],
@@ -137,3 +162,72 @@ def test_batches_are_formed_where_nobody_is_preempted():
     loaded = config.from_tree(tree)
     assert config.from_tree(config.to_tree(loaded)) == loaded
     assert loaded.pools[0].num_batch_slots == 4
+
+
+SHARED = {"endpoints": {"host": "192.0.2.1"}, "security": {"cluster_token_env": "TOKEN"}}
+
+
+def test_a_wider_address_takes_a_cluster_token():
+    """S-16: named, of one interface, and never together with faults on purpose."""
+    assert config.from_tree({**TREE, **SHARED}).endpoints.host == "192.0.2.1"
+    for host in ("0.0.0.0", "::", "224.0.0.1"):
+        with pytest.raises(ConfigError, match="no address of one interface"):
+            config.from_tree({**TREE, **SHARED, "endpoints": {"host": host}})
+    with pytest.raises(ConfigError, match=r"faults\.enabled"):
+        config.from_tree({**TREE, **SHARED, "faults": {"enabled": True}})
+
+
+@pytest.mark.parametrize(
+    "security",
+    [
+        {"cluster_token_file": "token"},
+        {"cluster_token_file": "/token", "cluster_token_env": "TOKEN"},
+        {"cluster_token": "0123456789abcdef"},
+    ],
+)
+def test_a_cluster_token_is_named_once_and_never_told(security):
+    with pytest.raises(ConfigError, match=r"security\.cluster_token"):
+        config.from_tree({**TREE, "security": security})
+
+
+CUDA = {"device": "cuda", "gpus_per_worker": 1}
+
+
+def test_a_pool_names_its_hardware():
+    labels = {"zone": "a", "rack": "7"}
+    pool = {**MIXED, **CUDA, "accelerator_type": "H100", "node_labels": labels, "cost_per_hour": 3}
+    loaded = config.from_tree({"pools": [pool]})
+    assert config.from_tree(config.to_tree(loaded)) == loaded
+    assert dict(loaded.pools[0].node_labels) == labels
+    assert hash(loaded.pools[0]) == hash(config.from_tree({"pools": [pool]}).pools[0])
+
+
+@pytest.mark.parametrize(
+    ("pool", "field"),
+    [
+        ({"device": "cuda"}, "gpus_per_worker"),
+        ({**CUDA, "gpus_per_worker": 2}, "gpus_per_worker"),
+        ({**CUDA, "gpus_per_worker": -1}, "gpus_per_worker"),
+        ({"cost_per_hour": -1}, "cost_per_hour"),
+        ({"cpus_per_worker": -1}, "cpus_per_worker"),
+        ({"kv_bytes": 1 << 30, "kv_tokens": 4096}, "kv_bytes"),
+    ],
+)
+def test_hardware_that_cannot_be_is_refused(pool, field):
+    with pytest.raises(ConfigError) as caught:
+        config.from_tree({"pools": [{**MIXED, **pool}]})
+    assert caught.value.field == f"pools.a.{field}"
+
+
+@pytest.mark.parametrize("labels", [["a"], {"a": 1}, {1: "a"}])
+def test_labels_are_names_and_texts(labels):
+    with pytest.raises(ConfigError, match=r"pools\.0\.node_labels"):
+        config.from_tree({"pools": [{**MIXED, "node_labels": labels}]})
+
+
+def test_two_halves_on_parts_of_one_gpu_share_memory():
+    half = {**CUDA, "gpus_per_worker": 0.5}
+    pools = [{"name": "p", "role": "prefill", **half}, {"name": "d", "role": "decode", **half}]
+    with pytest.raises(ConfigError, match="NCCL cannot connect two workers on one GPU"):
+        config.from_tree({"pools": pools})
+    assert config.from_tree({"pools": pools, "transport": "auto"}).pools[0].gpus_per_worker == 0.5

@@ -8,7 +8,7 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from cluster.errors import StartupError
-from cluster.grpc_server import StandingServer
+from cluster.grpc_server import StandingServer, make_server
 
 KILLER = (
     Path(__file__).parents[1]
@@ -16,8 +16,8 @@ KILLER = (
 )  # fmt: skip
 
 
-def make_server(port: int) -> tuple[grpc.aio.Server, int]:
-    server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+def make_health_server(port: int) -> tuple[grpc.aio.Server, int]:
+    server = make_server(options=(("grpc.so_reuseport", 0),))
     servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     try:
@@ -35,7 +35,7 @@ async def send(port: int, data: bytes) -> None:
 
 async def test_a_server_that_gave_up_is_replaced_on_its_port_again_and_again():
     """CASES S-14: one stream that runs lives through all of it."""
-    server = StandingServer(make_server)
+    server = StandingServer(make_health_server)
     port = await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
@@ -56,10 +56,24 @@ async def test_a_server_that_gave_up_is_replaced_on_its_port_again_and_again():
 
 
 async def test_a_port_that_is_taken_is_an_error_at_the_start():
-    first, second = StandingServer(make_server), StandingServer(make_server)
+    first, second = StandingServer(make_health_server), StandingServer(make_health_server)
     port = await first.start()
     with pytest.raises(StartupError):
         await second.start(port)
     assert not second.is_serving
     await second.stop()
     await first.stop()
+
+
+async def test_what_the_core_writes_to_outlives_the_server_that_gave_up():
+    """CASES S-14, P-10: freed too early, it was other people's memory that was written to."""
+    server = StandingServer(make_health_server)
+    port = await server.start()
+    await asyncio.sleep(0)  # the tasks that ask begin
+    asking = [task for task in asyncio.all_tasks() if "request" in task.get_coro().__name__]
+    assert asking
+    await send(port, KILLER.read_bytes())
+    while not all(task.done() for task in asking):  # noqa: ASYNC110 (the test's timeout bounds it)
+        await asyncio.sleep(0.01)
+    assert not any(task.cancelled() for task in asking)
+    await server.stop()

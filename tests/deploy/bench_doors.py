@@ -152,7 +152,7 @@ def open_doors(doors: FakeDoors) -> Iterator[FakeDoors]:
     handler = type("Handler", (_Handler,), {"doors": doors})
     http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     doors.http = f"http://127.0.0.1:{http.server_address[1]}"
-    thread = threading.Thread(target=http.serve_forever, daemon=True)
+    thread = threading.Thread(target=http.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
         yield doors

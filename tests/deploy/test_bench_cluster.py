@@ -1,5 +1,6 @@
 """The cluster of a benchmark run: ready or refused, and never left behind."""
 
+import os
 import sys
 
 import pytest
@@ -64,6 +65,10 @@ def test_a_cluster_is_stopped_however_it_is_left(command, tmp_path, leaving):
     def use() -> None:
         with running(config, command=command(fails=False)) as cluster:
             assert cluster.grpc == f"127.0.0.1:{config.endpoints.grpc_port}"
+            # Ctrl-C reaches it by us alone; and Linux shares cores out between sessions, where
+            # clients beside a busy cluster would come last.
+            pid = int((tmp_path / "pid").read_text())
+            assert (os.getpgid(pid), os.getsid(pid)) == (pid, os.getsid(0))
             assert cluster.http == f"http://127.0.0.1:{config.endpoints.http_port}"
             if leaving is not None:
                 raise leaving

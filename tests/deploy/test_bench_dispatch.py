@@ -17,7 +17,8 @@ class Quiet:
 def test_rate_and_choice():
     site = Site(folder=Path(), core=0, progress=lambda *_: Quiet())
     size = DispatchSize(num_workers=20, num_waiting=100, num_placements=50, num_choices=20)
-    rate, cost = measure(site, size)
-    assert rate.name == cost.name == NAME
-    assert rate.value > 0
+    *rates, cost = measure(site, size)
+    assert {row.name for row in (*rates, cost)} == {NAME}
+    assert len(rates) == 4, "one of each order"
+    assert all(rate.value > 0 for rate in rates)
     assert cost.ratio <= 1.05

@@ -96,6 +96,23 @@ def test_only_what_is_named_is_started(monkeypatch):
     assert stage.events == ["start prefill", "overhead", "stop"]
 
 
+def test_a_part_of_a_benchmark_can_be_named(monkeypatch):
+    stage = Stage(monkeypatch)
+
+    runner.run(["fault-table/2p2d-decode"], json_path=None)
+    assert stage.events == ["start prefill", "fault-table/2p2d-decode", "stop"]
+    with pytest.raises(ConfigError, match="did you mean 'restarts/decode'"):
+        runner.run(["restarts/decod"], json_path=None)
+
+
+def test_a_name_means_all_parts_of_it(monkeypatch):
+    stage = Stage(monkeypatch)
+
+    runner.run(["restarts"], json_path=None)
+
+    assert stage.events == ["start prefill", "restarts/prefill", "restarts/decode", "stop"]
+
+
 def test_a_bar_that_is_not_held_is_a_result_and_no_failure(monkeypatch, tmp_path, capsys):
     Stage(monkeypatch, value=99.0)
     path = tmp_path / "out.json"

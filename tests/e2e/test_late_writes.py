@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -21,21 +22,35 @@ def counter(cluster, worker_id: str, name: str) -> float:
     )
 
 
+@pytest.fixture(scope="module")
+def told(tiny_llama, tmp_path_factory):
+    """The story with a digest and without, on two clusters at once: it is mostly waiting."""
+    prompts = Prompts(tiny_llama, 2 * NUM_REPEATS, num_prompt=NUM_PROMPT, num_tokens=NUM_TOKENS)
+    with ThreadPoolExecutor(2) as threads:
+        yield {
+            digest: threads.submit(tell, tiny_llama, tmp_path_factory.mktemp(name), prompts, digest)
+            for digest, name in ((True, "digest"), (False, "plain"))
+        }
+
+
 @pytest.mark.parametrize("digest", [True, False], ids=["digest", "no-digest"])
-def test_late_bytes_never_reach_the_next_owner(digest, tiny_llama, tmp_path):
+def test_late_bytes_never_reach_the_next_owner(digest, told):
     """CASES P-21: A is aborted in mid-transfer, B gets its blocks, A's bytes come late: B = ref.
 
     Both pools hold 16 blocks and each request needs 11, so that B must get blocks of A's, at the
     decode worker while A's bytes are still on their way, and at the prefill worker while they are
     still being read.
     """
+    told[digest].result()
+
+
+def tell(model, folder, prompts: Prompts, digest: bool) -> None:
     pools = {"prefill": (Role.PREFILL, 1), "decode": (Role.DECODE, 1)}
-    config = make_config(tiny_llama, pools, kv_tokens=16 * NUM_BLOCKS)
+    config = make_config(model, pools, kv_tokens=16 * NUM_BLOCKS)
     config = with_pool(config, "prefill", chunk_tokens=32)
     limits = dataclasses.replace(config.limits, kv_digest=digest)
     config = dataclasses.replace(config, limits=limits)
-    prompts = Prompts(tiny_llama, 2 * NUM_REPEATS, num_prompt=NUM_PROMPT, num_tokens=NUM_TOKENS)
-    with process_cluster(config, tiny_llama, tmp_path) as cluster:
+    with process_cluster(config, model, folder) as cluster:
         prefill = cluster.faults("prefill-0")
         for number in range(0, 2 * NUM_REPEATS, 2):
             # STEP 1: A stands still before its bytes.

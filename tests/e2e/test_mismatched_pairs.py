@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from unittest import mock
 
 import httpx
 import pytest
 
 from cluster.config import Dtype, Role
+from cluster.model.loader import LoadedModel
 from tests.e2e.plain_cluster import make_config, wait_until, with_pool
-from tests.e2e.process_cluster import ProcessCluster
+from tests.e2e.process_cluster import ProcessCluster, run_worker
 from tests.e2e.streams import Prompts
 from tests.factories_model import write_tiny_llama
 
@@ -25,8 +28,9 @@ class Mismatched(ProcessCluster):
             self.start_one(name)
             self.wait_ready(name)
 
-    def join(self, worker_id: str, *, model=None, config=None) -> None:
+    def join(self, worker_id: str, *, model=None, config=None, target=run_worker) -> None:
         """Start a worker that believes something else."""
+        self.target = target
         self.model, was_model = model or self.model, self.model
         self.config, was_config = config or self.config, self.config
         (self.folder / "deploy.yaml").unlink(missing_ok=True)
@@ -96,7 +100,22 @@ def other_weights(tmp_path_factory) -> dict:
     return {"model": write_tiny_llama(tmp_path_factory.mktemp("weights"), seed=7)}
 
 
-MISMATCHES = {"layers": other_layers, "model revision": other_weights}
+def other_tokenizer(tmp_path_factory) -> dict:
+    folder = write_tiny_llama(tmp_path_factory.mktemp("tokenizer"))
+    path = folder / "tokenizer.json"
+    tree = json.loads(path.read_text())
+    first, second = list(tree["model"]["vocab"])[300:302]
+    vocab = tree["model"]["vocab"]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    path.write_text(json.dumps(tree))
+    return {"model": folder}
+
+
+MISMATCHES = {
+    "layers": (other_layers, "layout.num_layers: 2 at the other workers, 3 at this one"),
+    "model revision": (other_weights, "layout.model_fingerprint: "),
+    "tokenizer": (other_tokenizer, "tokenizer: "),
+}
 
 
 @pytest.mark.parametrize("what", MISMATCHES)
@@ -107,9 +126,31 @@ def test_what_cannot_be_converted_is_refused_when_it_registers(
     cluster = start(make_config(tiny_llama, POOLS))
     cluster.join("prefill-0")
     cluster.wait_ready("prefill-0")
-    cluster.join("decode-0", **MISMATCHES[what](tmp_path_factory))
+    make, reason = MISMATCHES[what]
+    cluster.join("decode-0", **make(tmp_path_factory))
     wait_until(lambda: cluster.view().refused, 30, "it was not refused")
-    check_refused(cluster, "layout.")
+    check_refused(cluster, reason)
+
+
+def test_another_number_of_shards_is_refused(start, tiny_llama):
+    """CASES P-22: a worker that holds half of each block's heads, in as many bytes."""
+    cluster = start(make_config(tiny_llama, POOLS))
+    cluster.join("prefill-0")
+    cluster.wait_ready("prefill-0")
+    cluster.join("decode-0", target=run_half)
+    wait_until(lambda: cluster.view().refused, 30, "it was not refused")
+    check_refused(cluster, "layout.num_shards: 1 at the other workers, 2 at this one")
+
+
+def run_half(arguments: list[str]) -> int:
+    """Run a worker that says it is the first of two shards."""
+    whole = LoadedModel.layout
+
+    def half(self, *block):
+        return dataclasses.replace(whole(self, *block), num_shards=2)
+
+    with mock.patch.object(LoadedModel, "layout", half):
+        return run_worker(arguments)
 
 
 def test_a_worker_that_contradicts_the_deploy_file_is_refused(start, tiny_llama):

@@ -1,13 +1,20 @@
 """A seed belongs to its request, and a preempted request ends as an undisturbed one."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import httpx
 import pytest
 
-from cluster.config import Role
+from cluster.config import Preemption, Role, SchedulingConfig
 from deploy.client import Client
-from tests.e2e.plain_cluster import make_config, plain_cluster, running, with_pool
+from tests.e2e.plain_cluster import (
+    make_config,
+    plain_cluster,
+    running,
+    wait_until,
+    with_pool,
+)
 
 PROMPTS = [[7 + 31 * i + j * j % 97 for j in range(10 + i)] for i in range(6)]
 SEEDED = {"temperature": 0.9, "seed": 42, "max_tokens": 48}
@@ -30,6 +37,18 @@ def disaggregated(tiny_llama, tmp_path_factory):
     num_blocks = (NUM_LONG_TOKENS + 16) * 5 // 2 // 16
     config = with_pool(make_config(tiny_llama, pools), "decode", kv_tokens=16 * num_blocks)
     with running(config, tiny_llama, tmp_path_factory.mktemp("small")) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def swapping(tiny_llama, tmp_path_factory):
+    """The same with two decode workers that swap, and an ample buffer."""
+    pools = {"prefill": (Role.PREFILL, 1), "decode": (Role.DECODE, 2)}
+    num_blocks = (NUM_LONG_TOKENS + 16) * 3 // 2 // 16
+    config = with_pool(make_config(tiny_llama, pools), "decode", kv_tokens=16 * num_blocks)
+    scheduling = SchedulingConfig(preemption=Preemption.SWAP)
+    config = with_pool(replace(config, scheduling=scheduling), "decode", swap_tokens=4096)
+    with running(config, tiny_llama, tmp_path_factory.mktemp("swapping")) as cluster:
         yield cluster
 
 
@@ -111,6 +130,53 @@ def test_preempted_requests_end_as_undisturbed_ones(colocated, disaggregated):
         assert count(disaggregated, "decode-0", "preemptions") - before > 0
         disaggregated.wait_quiet()
     assert count(colocated, "mixed-0", "preemptions") == 0
+
+
+@pytest.mark.slow
+def test_swapped_requests_end_as_undisturbed_ones_and_compute_nothing_twice(colocated, swapping):
+    """CASES P-15: ids, text and reason; each decode leg computes one token for each it draws."""
+    asks = long_asks(colocated)
+    expected = [generate(colocated, prompt, **ask) for prompt, ask in asks]
+    before = num_swapped(swapping)
+    with ThreadPoolExecutor(len(asks)) as pool:
+        answers = list(pool.map(lambda ask: generate_timed(swapping, *ask), asks))
+    assert [answer for answer, _ in answers] == expected
+    assert num_swapped(swapping) > before
+    assert sum(times.num_preemptions for _, times in answers) > 0
+    for _, times in answers[:4]:
+        assert times.num_computed_tokens == NUM_LONG_TOKENS - 1
+    assert sum(count(swapping, f"decode-{i}", "swaps_refused") for i in range(2)) == 0
+    swapping.wait_quiet()
+
+
+@pytest.mark.slow
+def test_a_worker_is_lost_with_what_it_has_swapped_out(colocated, swapping):
+    """CASES P-15, P-20: another one goes on; nobody else has that KV. Its worker's end is last."""
+    asks = [(prompt, {"temperature": 0.0, "max_tokens": NUM_LONG_TOKENS}) for prompt in PROMPTS]
+    expected = [generate(colocated, prompt, **ask) for prompt, ask in asks]
+    before = num_swapped(swapping, "decode-1")
+    with ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(generate_all, swapping, asks)
+        wait_until(lambda: num_swapped(swapping, "decode-1") > before, 30, "nothing was swapped")
+        swapping.kill("decode-1")
+        assert answers.result() == expected
+    assert swapping.metrics().total("pdserve_requests_resumed_total") > 0
+
+
+def num_swapped(cluster, *worker_ids: str) -> float:
+    workers = worker_ids or [w.worker.worker_id for w in cluster.view().workers]
+    return sum(count(cluster, each, "preemptions_swapped") for each in workers)
+
+
+def generate_timed(cluster, prompt: list[int], ask: dict):
+    """As ``generate``, with the times of the decode leg."""
+    with Client(cluster.grpc) as client:
+        ask = {"ignore_eos": True, "timeline": True, **ask}
+        pieces = list(client.generate(prompt_ids={"ids": prompt}, **ask))
+    ids = [token for piece in pieces for token in piece.token_ids]
+    reason = next(piece.finish_reason for piece in pieces if piece.finish_reason)
+    times = next(p.timeline.decode for p in reversed(pieces) if p.HasField("timeline"))
+    return (ids, "".join(piece.text for piece in pieces), reason), times
 
 
 def test_both_choices_of_a_preempted_request_end_as_undisturbed_ones(colocated, disaggregated):

@@ -140,6 +140,7 @@ def make_view(*workers: WorkerView, **changes: object) -> ClusterView:
         num_routers=1,
         max_queue_requests=8,
         retry_after_s=2.0,
+        request_s=0.5,
     )
     return replace(view, **changes)
 
@@ -158,6 +159,7 @@ class FakeRoute:
     def __init__(self) -> None:
         self.view: ClusterView | None = make_view()
         self.age_s = 0.0
+        self.prefix_key = b""
         self.pairs: list[tuple[str | None, str | None]] = []
         self.default_pair: tuple[str | None, str | None] | None = ("p0", "d0")
         self.error: PdserveError | None = None

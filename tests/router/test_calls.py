@@ -257,7 +257,7 @@ async def test_too_many_choices_for_the_router_are_refused_before_work(cluster):
         assert (verdict.status, verdict.param) == (400, "n")
         call = await service.generate(GenerateInput(prompt="hello"))
         verdict = await doors.http_verdict({"prompt": "hello", "n": 4})
-        assert verdict.status == 429
+        assert verdict.status == 503
         assert await doors.grpc_verdict({"prompt": "hello", "n": 4}) == verdict
         call.cancel()
         await until(lambda: service.dispatcher.num_open == 0)

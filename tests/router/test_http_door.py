@@ -13,7 +13,15 @@ import pytest
 from router import api
 from router.http_door import HttpDoor
 from router.http_guard import HttpCaps
-from tests.router.fakes import FakeCluster, assert_conserved, make_router, metric, until
+from tests.router.fakes import (
+    EOS_ID,
+    FakeCluster,
+    assert_conserved,
+    make_router,
+    metric,
+    speaks,
+    until,
+)
 
 LIVE = b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -70,11 +78,11 @@ async def test_a_body_that_breaks_off_the_protocol_ends_its_call():
     async with door_of(service) as (_, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(POST + b'transfer-encoding: chunked\r\n\r\n4\r\n{"a"\r\n')
-        await until(lambda: service._num_at_edge == 1)
+        await until(lambda: service.num_reading == 1)
         writer.write(b"no chunk\r\n")
         assert (await read_answer(reader))[0] == 400
         writer.close()
-        await until(lambda: service._num_at_edge == 0)
+        await until(lambda: service.num_reading == 0)
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /health/live HT", LIVE, LIVE + b"GET / HTTP/1.1\r\n"])
@@ -113,6 +121,63 @@ async def test_connections_above_the_cap_are_told_and_closed():
             writer.write(LIVE)
             assert (await read_answer(reader))[0] == 200
             writer.close()
+
+
+async def connect_from(address, port):
+    return await asyncio.open_connection("127.0.0.1", port, local_addr=(address, 0))
+
+
+async def test_one_address_has_its_share_of_connections_and_the_others_theirs():
+    """S-14: whoever is told to come later may, as soon as one of its own has gone."""
+    async with door_of(make_router(FakeCluster()), max_per_address=2) as (door, port):
+        kept = [await connect_from("127.0.0.2", port) for _ in range(2)]
+        for reader, writer in kept:
+            writer.write(LIVE)
+            assert (await read_answer(reader))[0] == 200
+        reader, writer = await connect_from("127.0.0.2", port)
+        status, body = await read_answer(reader)
+        assert (status, body["error"]["code"]) == (503, "cluster_full")
+        writer.close()
+        reader, writer = await connect_from("127.0.0.3", port)
+        writer.write(LIVE)
+        assert (await read_answer(reader))[0] == 200
+        writer.close()
+        kept.pop()[1].close()
+        await until(lambda: len(door._server.server_state.connections) == 1)
+        reader, writer = await connect_from("127.0.0.2", port)
+        writer.write(LIVE)
+        assert (await read_answer(reader))[0] == 200
+        for _, each in (*kept, (reader, writer)):
+            each.close()
+
+
+async def test_bodies_that_do_not_come_hold_nobody_up(monkeypatch):
+    """S-14, P-10: few may be slow, of one address fewer; none of them has a place at the edge."""
+    monkeypatch.setattr("router.http_body.PROMPT_S", 0.02)
+    monkeypatch.setattr("router.http_body._MAX_SLOW_EACH", 2)
+    cluster = FakeCluster()
+    cluster.script = speaks([*b"ok", EOS_ID])
+    service = make_router(cluster, max_open_calls=1)
+    half = POST + b"content-length: 18\r\n\r\n" + b'{"prompt": '
+    async with door_of(service) as (_, port):
+        slow = [await connect_from("127.0.0.2", port) for _ in range(3)]
+        for _, writer in slow:
+            writer.write(half)
+        first_refused = [asyncio.create_task(read_answer(reader)) for reader, _ in slow]
+        done, slow_ones = await asyncio.wait(first_refused, return_when=asyncio.FIRST_COMPLETED)
+        assert [task.result()[0] for task in done] == [503]
+        assert len(slow_ones) == 2
+        for address in ("127.0.0.2", "127.0.0.3"):
+            reader, writer = await connect_from(address, port)
+            writer.write(half + b'"hi"  }')
+            assert (await read_answer(reader))[0] == 200
+            writer.close()
+        for task, (_, each) in zip(first_refused, slow, strict=True):
+            each.write(b'"hi"  }')
+            assert (await task)[0] == (503 if task in done else 200)
+            each.close()
+        await until(lambda: service.dispatcher.num_open == 0)
+        assert_conserved(service)
 
 
 async def test_answers_are_not_held_back_by_nagle():

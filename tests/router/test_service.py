@@ -154,6 +154,7 @@ async def test_router_and_planner_give_the_same_verdict(pools):
 
     cluster = FakeCluster()
     cluster.route.default_pair = None
+    cluster.route.view = make_view(max_queue_requests=100)
     service = make_router(cluster, pools=config.pools)
     for num_prompt_tokens in (1, 16, 31, 32, 33, 47, 48, 49, 63, 64):
         for max_tokens in (None, 1, 2, 17, 33):

@@ -46,6 +46,7 @@ def make_registration(pool: PoolConfig, index: int = 0, **changes: object) -> Re
         "block_size": pool.block_size, "max_model_len": 2048,
         "layout": make_layout().describe(), "step_base_s": 0.01, "step_per_seq_s": 0.001,
         "prefill_per_token_s": 0.001, "pid": 1, "transport": "torch_dist",
+        "tokenizer": "t",
     }  # fmt: skip
     return Registration(**{**values, **changes})
 

@@ -79,6 +79,18 @@ def test_what_no_conversion_bridges_must_agree_between_pools(field, ours, theirs
     assert message == f"layout.{field}: {ours} at the other workers, {theirs} at this one"
 
 
+@pytest.mark.parametrize(
+    ("field", "ours", "theirs"), [("tokenizer", "abc", "def"), ("max_model_len", 2048, 1024)]
+)
+def test_what_any_worker_must_do_alike(field, ours, theirs):
+    """P-22: token ids and the longest context mean the same on every worker."""
+    story = Story(counts={"prefill": 0, "decode": 0})
+    story.join(make_registration(story.config.pool("prefill"), **{field: ours}))
+    stranger = make_registration(story.config.pool("decode"), **{field: theirs})
+    message = refusal(story, stranger)
+    assert message == f"{field}: {ours} at the other workers, {theirs} at this one"
+
+
 def test_pools_may_differ_in_block_size_and_dtype_but_not_their_own_workers():
     """P-22: each pool's own. Dtype AUTO is what its first worker found."""
     prefill = pool("prefill", Role.PREFILL, block_size=32)

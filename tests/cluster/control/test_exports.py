@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from cluster.config import LocalPrefill
 from cluster.control.decisions import AbortLegs
 from cluster.control.facts import BlockCounts, ExportRef
 from cluster.control.planner import Planner
@@ -196,7 +197,7 @@ class Pinned:
     def __init__(self, seed):
         self.rng = random.Random(seed)
         pools = two_pools(kv_tokens=16 * self.NUM_BLOCKS, slots=self.SLOTS)
-        self.story = Story(*pools)
+        self.story = Story(*pools, local_prefill=LocalPrefill.NEVER)
         self.exports = {}  # request -> (prefill grant, prompt blocks), pinned at the prefill worker
         self.decoding = {}  # grant -> [request, blocks]
         self.open = set()

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from cluster.config import Role
+from cluster.config import LocalPrefill, Role
 from cluster.control.decisions import AbortLegs
 from cluster.control.facts import BlockCounts, Health, TransferSample
 from cluster.control.membership import LEFT_FOR_FAULT
@@ -117,7 +117,8 @@ def test_a_grown_leg_does_not_hide_one_that_holds_nothing_yet():
 
 
 def test_run_ahead_is_bounded_but_one_prompt_always_goes():
-    story = Story(*two_pools(slots=8), run_ahead_tokens=100)
+    never = LocalPrefill.NEVER
+    story = Story(*two_pools(slots=8), run_ahead_tokens=100, local_prefill=never)
     (first,) = grants(story.want("r1", num_prompt_tokens=400))
     assert grants(story.want("r2", num_prompt_tokens=40)) == []
     assert grants(story.report("prefill-0", first.grant_id, queued_tokens=80)) == []
@@ -218,7 +219,7 @@ def test_a_slow_link_is_avoided_until_its_estimate_has_aged():
 
 def test_a_faster_worker_is_preferred_and_noise_is_not():
     story = Story(*two_pools(slots=8), counts={"decode": 2})
-    for worker_id, step_s in (("decode-0", 0.0103), ("decode-1", 0.0100)):
+    for worker_id, step_s in (("decode-0", 0.0103), ("decode-1", 0.0101)):
         story.report(worker_id, step_base_s=step_s, step_per_seq_s=0.001)
     first, second = grants(story.want("r1")) + grants(story.want("r2"))
     assert {first.decode.worker_id, second.decode.worker_id} == {"decode-0", "decode-1"}
@@ -266,7 +267,9 @@ def test_a_full_queue_refuses_with_a_time_to_come_back():
     assert rejects(story.want("r2")) == [], "a want that is sent again is in the queue already"
 
 
-@pytest.mark.parametrize("changes", [{"is_resent": True}, {"attempt": 1}])
+@pytest.mark.parametrize(
+    "changes", [{"is_resent": True}, {"attempt": 1}, {"cached_on": "prefill-0-i"}]
+)
 def test_who_was_let_in_before_is_not_refused_by_a_full_queue(changes):
     story = Story(*two_pools(slots=1), max_queue_requests=1)
     story.want("r1")

@@ -71,7 +71,8 @@ class SimWorker:
 
 class World:
     def __init__(self, seed, pools, **scheduling):
-        self.is_fcfs = not scheduling
+        self.is_fcfs = scheduling.get("policy", Policy.FCFS) is Policy.FCFS
+        self.is_fair = scheduling.get("fair_tenants", False)
         self.rng = random.Random(seed)
         self.now = 0.0
         self.planner = Planner(
@@ -139,11 +140,12 @@ class World:
         same = [
             other
             for other in older
-            if self.is_fcfs and (other.max_tokens == 1) == (want.max_tokens == 1)
+            if not self.is_fair and (other.max_tokens == 1) == (want.max_tokens == 1)
         ]
         for other in same:
             # It has no room where the younger one, which needs less, has; and that for a while.
-            assert needs_less(want, other), f"{key} has overtaken {other}"
+            if self.is_fcfs:
+                assert needs_less(want, other), f"{key} has overtaken {other}"
             waited_more_s = self.since[key] - self.since[other.request_id, other.attempt]
             assert waited_more_s <= AGING_S, f"{key} has overtaken {other}"
         self.answered(grant, "grant")

@@ -44,6 +44,31 @@ def test_higher_tiers_go_first_until_somebody_has_aged():
     assert granted_in_order(story, first, names) == names
 
 
+@pytest.mark.parametrize(
+    ("rule", "older", "younger"),
+    [
+        ({"policy": Policy.PRIORITY}, {"priority": "low"}, {"priority": "high"}),
+        ({"fair_tenants": True}, {"tenant": "served"}, {"tenant": "new"}),
+    ],
+    ids=["tiers", "tenants"],
+)
+def test_a_younger_one_that_goes_first_does_not_stand_in_the_way_of_older_ones(
+    rule, older, younger
+):
+    """A large want has aged: who came later may not pass it, who came within its bound may.
+
+    The younger one is looked at first, and may not pass; the older one of its size still may.
+    """
+    story = Story(*two_pools(slots=2), aging_s=5.0, **rule)
+    (ends,) = grants(story.want("ends", tenant="served"))
+    assert grants(story.want("stays", tenant="served", num_prompt_tokens=200))
+    assert story.want("large", waited_s=6.0, num_prompt_tokens=900, max_tokens=64) == []
+    assert story.want("older", waited_s=2.0, **older) == []
+    assert story.want("younger", **younger) == []
+    (grant,) = grants(story.done(ends))
+    assert grant.request_id == "older"
+
+
 def test_a_tier_that_there_is_not_is_refused():
     (reject,) = rejects(Story().want("r", priority="gold"))
     assert isinstance(reject.error, InvalidRequest)

@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM
 from cluster.config import Dtype
 from cluster.engine.runner import ModelRunner
 from cluster.kv.cache import PagedCache
+from cluster.kv.swap_memory import SwapMemory
 from cluster.model.loader import load_model
 from tests.factories import BLOCK_SIZE, Engine
 from tests.factories_model import write_tiny_llama
@@ -17,6 +18,15 @@ class RealRunner(ModelRunner):
 
     def expect(self, sequence):
         """Real tensors need no forewarning."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """More of them only wait for one another, with matrices this small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
@@ -38,8 +48,11 @@ def tiny_loaded(tiny_folder):
 def make_model_engine(tiny_loaded):
     """Engines stepped by hand, with real tensors under them."""
 
-    def make(*, num_blocks=200, **options):
+    def make(*, num_blocks=200, swap_slots=0, **options):
         cache = PagedCache(tiny_loaded.layout(BLOCK_SIZE), num_blocks, tiny_loaded.device)
-        return Engine(num_blocks=num_blocks, runner=RealRunner(tiny_loaded, cache), **options)
+        return Engine(
+            num_blocks=num_blocks, runner=RealRunner(tiny_loaded, cache), swap_slots=swap_slots,
+            copier=SwapMemory(cache, swap_slots) if swap_slots else None, **options,
+        )  # fmt: skip
 
     return make

@@ -11,6 +11,7 @@ from cluster.engine.scheduler import StepScheduler
 from cluster.engine.step_model import StepModel
 from cluster.errors import Cancelled, DeadlineExceeded, EngineFault, InvalidRequest, WorkerLost
 from cluster.kv.block_pool import BlockPool
+from cluster.kv.swap_buffer import SwapBuffer
 from cluster.request import FinishReason
 from tests.factories import (
     BLOCK_SIZE,
@@ -69,9 +70,12 @@ class Gate:
 class World:
     """A loop with everything around it."""
 
-    def __init__(self, *, num_blocks=100, max_num_seqs=8, on_run=None, pin=None, script=None):
+    def __init__(
+        self, *, num_blocks=100, max_num_seqs=8, on_run=None, pin=None, script=None, swap_slots=0
+    ):
         self.clock = FakeClock()
-        self.pool = BlockPool(num_blocks)
+        swap = SwapBuffer(swap_slots) if swap_slots else None
+        self.pool = BlockPool(num_blocks, swap=swap)
         self.scheduler = StepScheduler(self.pool, BLOCK_SIZE, max_num_seqs, 1000, 0, 1000)
         self.runner = FakeRunner(clock=self.clock, step_s=0.01, on_run=on_run, script=script)
         self.told = Told()
@@ -82,6 +86,7 @@ class World:
             on_events=self.told.take,
             on_fault=self.told.on_fault,
             pin=pin,
+            copier=self.runner,
         )
         self.clock.on_advance(self.loop.wake)
 
@@ -105,6 +110,8 @@ def make_world():
         world.loop.stop(WAIT_S)
         world.pool.check()
         assert world.pool.counts().held == 0
+        swap = world.pool.swap
+        assert swap is None or swap.num_free == swap.num_slots
         assert world.scheduler.num_running == world.scheduler.num_waiting == 0
 
 
@@ -429,6 +436,75 @@ class TestStop:
         world.loop.start()
         with pytest.raises(RuntimeError):
             world.loop.start()
+
+
+class TestSwap:
+    """Two that grow out of a pool for one and a half, and a buffer beside it."""
+
+    def grow(self, make_world, *, swap_slots=8):
+        world = make_world(num_blocks=8, swap_slots=swap_slots)
+        pair = [world.add(name, num_prompt_tokens=12, max_tokens=12) for name in ("a", "b")]
+        return world, pair
+
+    def test_is_a_step_of_its_own_that_computes_nothing(self, make_world):
+        world, pair = self.grow(make_world)
+        world.loop.start()
+        for sequence in pair:
+            assert world.told.wait_for_end(sequence).num_computed_tokens == 12 + 12 - 1
+            expected = expected_tokens(sequence.key.request_id, 12)
+            assert world.told.tokens[sequence.key] == expected
+        world.loop.stop(WAIT_S)
+        snapshot = world.loop.snapshot()
+        assert (snapshot.num_preemptions, snapshot.num_swapped) == (1, 1)
+        assert (snapshot.num_swaps_refused, snapshot.num_blocks_swapped) == (0, 8)
+        assert snapshot.num_steps == len(world.runner.plans)
+        assert all(plan.shares for plan in world.runner.plans)
+
+    @pytest.mark.parametrize("way", ["copy_out", "copy_back"])
+    def test_an_abort_during_the_copy(self, make_world, monkeypatch, way):
+        world, (old, young) = self.grow(make_world)
+        gate, copy = Gate(), getattr(world.runner, way)
+
+        def slow(pairs):
+            if pairs:
+                gate(pairs)
+            copy(pairs)
+
+        monkeypatch.setattr(world.runner, way, slow)
+        world.loop.start()
+        assert gate.entered.wait(WAIT_S)
+        world.loop.abort(young.key, Cancelled("left"))
+        gate.opened.set()
+        assert isinstance(world.told.wait_for_end(young).error, Cancelled)
+        world.told.wait_for_end(old)
+        assert world.told.tokens[old.key] == expected_tokens("a", 12)
+
+    @pytest.mark.parametrize("way", ["copy_out", "copy_back"])
+    def test_a_copy_that_fails_is_a_fault(self, make_world, monkeypatch, way):
+        world, pair = self.grow(make_world)
+
+        def broken(pairs):
+            if pairs:
+                raise OSError("no such memory")
+
+        monkeypatch.setattr(world.runner, way, broken)
+        world.loop.start()
+        errors = [world.told.wait_for_end(sequence).error for sequence in pair]
+        assert [type(error) for error in errors] == (
+            [EngineFault] * 2 if way == "copy_out" else [type(None), EngineFault]
+        )
+        assert len(world.told.faults) == 1
+
+    def test_a_full_buffer_is_logged_and_counted(self, make_world, caplog):
+        world, pair = self.grow(make_world, swap_slots=1)
+        world.loop.start()
+        for sequence in pair:
+            world.told.wait_for_end(sequence)
+        world.loop.stop(WAIT_S)
+        snapshot = world.loop.snapshot()
+        assert (snapshot.num_swapped, snapshot.num_swaps_refused) == (0, 1)
+        assert [r.getMessage()[:16] for r in caplog.records] == ["swaps_refused=1 "]
+        assert world.told.ends[pair[1].key].num_computed_tokens > 12 + 12 - 1
 
 
 class TestStall:

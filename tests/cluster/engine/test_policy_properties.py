@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from cluster.config import Batching, Policy
 from cluster.engine.rules import Rules
 from cluster.engine.sequence import SequenceState
+from cluster.errors import Cancelled, DeadlineExceeded
 from cluster.policy.order import Ordering
 from cluster.policy.tiers import Tiers
-from tests.factories import BLOCK_SIZE, Engine, expected_tokens
+from tests.factories import BLOCK_SIZE, FAR, Engine, expected_tokens
 
 TIERS = Tiers(names=("low", "normal", "high"), default="normal")
 
@@ -38,13 +39,15 @@ def rules(draw):
 
 arrivals = st.fixed_dictionaries(
     {
-        "num_prompt_tokens": st.integers(1, 40),
-        "max_tokens": st.integers(1, 20),
+        "num_prompt_tokens": st.sampled_from([3, 9, 16, 16]) | st.integers(1, 40),
+        "max_tokens": st.just(8) | st.integers(1, 20),
         "priority": st.sampled_from(["", *TIERS.names]),
         "tenant": st.sampled_from("ab"),
         "is_imported": st.sampled_from([False, False, False, True]),
         "gap": st.sampled_from([0, 0, 1, 1, 2, 6]),
         "aborted_after": st.sampled_from([None] * 5 + [0, 2, 7]),
+        "deadline_s": st.sampled_from([FAR] * 6 + [0.03, 0.2]),
+        "leaves_in_copy": st.sampled_from([False] * 5 + [True]),
     }
 )
 sizes = st.fixed_dictionaries(
@@ -52,8 +55,14 @@ sizes = st.fixed_dictionaries(
         "num_blocks": st.integers(16, 24),
         "max_num_seqs": st.integers(1, 4),
         "chunk_tokens": st.sampled_from([0, 5, 16]),
+        "swap_slots": st.sampled_from([0, 3, 12, 100]),
     }
 )
+
+
+def equal_to(sequence):
+    """What decides on a sequence besides its arrival."""
+    return (sequence.tier, sequence.tenant, sequence.num_prompt_tokens, sequence.params.max_tokens)
 
 
 class Run:
@@ -65,12 +74,14 @@ class Run:
         self.slots = the_sizes["max_num_seqs"]
         self.sequences = []
         self.aborts = []
+        self.leave_in_copy = []
         self.admitted = set()
 
-    def add(self, name, *, is_imported, gap, aborted_after, **fields):
+    def add(self, name, *, is_imported, gap, aborted_after, leaves_in_copy, deadline_s, **fields):
         for _ in range(gap):
             self.step()
         engine = self.engine
+        fields["deadline"] = engine.clock.now() + deadline_s
         blocks = -(-fields["num_prompt_tokens"] // BLOCK_SIZE)
         can_import = is_imported and self.rules.preempts
         if can_import and engine.pool.reserve(blocks, "probe", (name,)) is not None:
@@ -82,6 +93,8 @@ class Run:
         self.sequences.append(sequence)
         if aborted_after is not None:
             self.aborts.append([aborted_after, sequence])
+        if leaves_in_copy:
+            self.leave_in_copy.append(sequence)
 
     def step(self):
         engine = self.engine
@@ -89,11 +102,10 @@ class Run:
             entry[0] -= 1
             if entry[0] == 0:
                 engine.abort(entry[1])
-        was_running = self.in_state(SequenceState.RUNNING)
-        waiting = self.in_state(SequenceState.WAITING)
-        plan = engine.plan()
-        now_running = self.in_state(SequenceState.RUNNING)
-        self.check_admission(was_running, waiting, now_running)
+        plan = self.plan()
+        while plan is not None and plan.swaps is not None:
+            self.swap(plan)
+            plan = self.plan()
         if plan is not None:
             outcome = engine.runner.run(plan)
             engine.clock.advance(0.01)
@@ -103,6 +115,32 @@ class Run:
             engine.log.take(engine.scheduler.take_events())
         engine.pool.check()
         return plan is not None
+
+    def plan(self):
+        was_running = self.in_state(SequenceState.RUNNING)
+        waiting = self.in_state(SequenceState.WAITING)
+        plan = self.engine.plan()
+        now_running = self.in_state(SequenceState.RUNNING)
+        self.check_admission(was_running, waiting, now_running)
+        left = [s for s in waiting if s.state is SequenceState.WAITING]
+        if self.rules.batching is Batching.CONTINUOUS and not (plan and plan.swaps):
+            self.check_idle(now_running, left)
+        return plan
+
+    def swap(self, plan):
+        """Make the copies; some leave meanwhile. Nothing that is copied has another owner."""
+        engine = self.engine
+        assert not plan.shares
+        blocks = [block for block, _ in plan.swaps.out] + [block for _, block in plan.swaps.back]
+        assert len(blocks) == len(set(blocks))
+        leaving = {block for block, _ in plan.swaps.out}
+        assert leaving.isdisjoint(block for s in self.sequences for block in s.block_ids)
+        engine.copy(plan.swaps)
+        for sequence in self.leave_in_copy:
+            if sequence.num_swapped_tokens:
+                engine.abort(sequence)
+        engine.log.take(engine.scheduler.commit(plan, None, engine.clock.now()))
+        engine.pool.check()
 
     def in_state(self, state):
         return [s for s in self.sequences if s.state is state]
@@ -117,14 +155,15 @@ class Run:
         came = [s for s in now_running if s not in was_running]
         left = [s for s in waiting if s.state is SequenceState.WAITING]
         if self.rules.batching is not Batching.CONTINUOUS:
-            assert not (came and was_running), "nobody joins a batch that runs"
+            in_batch = [s for s in was_running if s.state is not SequenceState.ENDED]
+            assert not (came and in_batch), "nobody joins a batch that runs"
             assert len(now_running) <= 2
             return
         fresh = [s for s in came if not s.num_preemptions and s.key not in self.admitted]
         self.admitted |= {s.key for s in came}
         for sequence in fresh:
             self.check_passed(sequence, left)
-        self.check_idle(now_running, left)
+            self.check_equals(sequence, left)
 
     def check_passed(self, sequence, left):
         """Whoever it left behind was not older by more than the bound, or lower, or lacks room."""
@@ -137,11 +176,22 @@ class Run:
             started_again = other.num_preemptions > 0
             assert not is_too_young or started_again, f"{sequence.key} has passed {other.key}"
 
+    def check_equals(self, sequence, left):
+        """Those that need the same and may ask for the same are served as they came."""
+        if self.rules.ordering.policy is Policy.SJF:
+            return  # what a tenant's outputs were like changes while they wait
+        for other in left:
+            if other.num_preemptions or bool(other.block_ids) != bool(sequence.num_computed_tokens):
+                continue
+            if equal_to(sequence) == equal_to(other):
+                came = (sequence.arrived, sequence.order), (other.arrived, other.order)
+                assert came[0] < came[1], f"{sequence.key} was served before {other.key}"
+
     def check_idle(self, now_running, left):
         """A slot stays empty only where nobody fits, or room is kept for one who waits longer."""
         if len(now_running) >= self.slots or not left or not self.rules.preempts:
             return
-        kept = any(s.num_preemptions for s in self.sequences if s.state is not SequenceState.ENDED)
+        kept = any(s.num_preemptions for s in self.in_state(SequenceState.WAITING))
         oldest = min(s.arrived for s in left)
         free = self.engine.pool.num_free
         growing = sum(1 for _ in now_running)
@@ -164,7 +214,19 @@ class Run:
             assert got == expected_tokens(name, first + len(got))[first:]
             if end.finish_reason is not None:
                 assert sequence.num_output_tokens == sequence.params.max_tokens
+                self.check_computed(sequence, end, first)
+            else:
+                assert isinstance(end.error, Cancelled | DeadlineExceeded)
+                assert isinstance(end.error, Cancelled) or sequence.deadline < FAR
         self.engine.assert_idle()
+
+    def check_computed(self, sequence, end, first):
+        """With room in the buffer nobody computes a token twice."""
+        swapping = self.engine.scheduler.swapping
+        if self.engine.pool.swap is None or swapping.num_refused:
+            return
+        once = sequence.num_tokens - 1 - (sequence.num_prompt_tokens if first else 0)
+        assert end.num_computed_tokens == once
 
 
 @given(rules(), sizes, st.lists(arrivals, min_size=1, max_size=40))

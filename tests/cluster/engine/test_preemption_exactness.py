@@ -3,12 +3,15 @@
 import pytest
 
 from cluster.config import Dtype, Policy
+from cluster.engine.plan import Outcome
 from cluster.engine.rules import Rules
 from cluster.engine.runner import ModelRunner
 from cluster.engine.scheduler import StepScheduler
 from cluster.engine.sequence import Sequence
 from cluster.kv.block_pool import BlockPool
 from cluster.kv.cache import PagedCache
+from cluster.kv.swap_buffer import SwapBuffer
+from cluster.kv.swap_memory import SwapMemory
 from cluster.model.loader import load_model
 from cluster.policy.order import Ordering
 from cluster.policy.tiers import Tiers
@@ -41,12 +44,13 @@ def loaded(tmp_path_factory):
 
 
 class RealEngine:
-    def __init__(self, loaded, *, num_slots):
+    def __init__(self, loaded, *, num_slots, swaps=False):
         num_blocks = 64
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks, swap=SwapBuffer(num_blocks) if swaps else None)
         self.scheduler = StepScheduler(self.pool, BLOCK, num_slots, 256, 16, 512, RULES)
         cache = PagedCache(loaded.layout(BLOCK), num_blocks, loaded.device)
         self.runner = ModelRunner(loaded, cache)
+        self.memory = SwapMemory(cache, num_blocks)
         self.now = 0.0
 
     def add(self, name, prompt, params, priority=""):
@@ -59,6 +63,11 @@ class RealEngine:
 
     def step(self):
         plan = self.scheduler.schedule(self.now)
+        while plan is not None and plan.swaps is not None:
+            self.memory.copy_out(plan.swaps.out)
+            self.memory.copy_back(plan.swaps.back)
+            self.scheduler.commit(plan, Outcome({}), self.now)
+            plan = self.scheduler.schedule(self.now)
         if plan is not None:
             self.scheduler.commit(plan, self.runner.run(plan), self.now)
         self.now += 0.01
@@ -71,9 +80,11 @@ class RealEngine:
         assert self.pool.counts().held == 0
 
 
+@pytest.mark.parametrize("swaps", [False, True])
 @pytest.mark.parametrize("kind", PARAMS)
-def test_preempted_is_undisturbed(loaded, kind):
-    """P-15: in mid-prompt once, in mid-output twice; each time computed again in chunks."""
+def test_preempted_is_undisturbed(loaded, kind, swaps):
+    """P-15: in mid-prompt once, in mid-output twice; each time computed again in chunks, or
+    swapped, and then no token is computed twice."""
     params = PARAMS[kind]
     prompt, *others = make_prompts([50, 20, 33, 17], seed=4)
     calm = RealEngine(loaded, num_slots=1)
@@ -81,7 +92,7 @@ def test_preempted_is_undisturbed(loaded, kind):
     calm.run()
     assert not expected.num_preemptions
 
-    engine = RealEngine(loaded, num_slots=1)
+    engine = RealEngine(loaded, num_slots=1, swaps=swaps)
     low = engine.add("r", prompt, params)
     urgent = SamplingParams(max_tokens=3, temperature=0.0)
     for number, (other, wait) in enumerate(zip(others, (2, 18, 9), strict=True)):
@@ -93,3 +104,5 @@ def test_preempted_is_undisturbed(loaded, kind):
     engine.run()
     assert low.num_preemptions == 3
     assert low.output_ids == expected.output_ids
+    assert (low.num_worked_tokens == expected.num_worked_tokens) == swaps
+    assert engine.scheduler.swapping.num_swapped == (3 if swaps else 0)

@@ -56,6 +56,27 @@ def test_all_prompts_in_one_ragged_batch_in_chunks(loaded, reference, chunk):
         assert_matches(reference, prompt, output)
 
 
+def test_a_chunk_that_draws_nothing_ends_with_the_last_layers_keys_and_values(loaded):
+    """What follows them is computed for nobody; KV is the same, bit for bit."""
+    heights = []
+    last_mlp = loaded.model.model.layers[-1].mlp
+    [prompt] = make_prompts([48])
+    caches = []
+    with_all, without = Driver(loaded), Driver(loaded)
+    for driver, is_sampled in ((with_all, True), (without, False)):
+        line = driver.add(prompt)
+        [share] = driver.plan([line]).shares
+        handle = last_mlp.register_forward_hook(lambda _m, args, _o: heights.append(args[0].shape))
+        outcome = driver.runner.run(Plan((replace(share, is_sampled=is_sampled),)))
+        handle.remove()
+        assert len(outcome.sampled) == is_sampled
+        rows = driver.cache.row_index(torch.tensor([line.block_ids]))
+        caches.append(driver.cache.gather(1, rows).clone())
+    assert heights == [(1, 48, 64)]
+    assert caches[0].any()
+    assert torch.equal(*caches)
+
+
 def test_prompts_join_running_decodes(loaded, reference):
     driver = Driver(loaded)
     prompts = make_prompts([40, 5, 100, 1, 33], seed=1)

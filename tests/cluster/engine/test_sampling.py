@@ -119,14 +119,17 @@ def test_rules_stay_with_their_request_in_a_batch(undisturbed, make_model_engine
     engine.assert_idle()
 
 
-def test_preempted_requests_go_on_by_the_same_rules(undisturbed, make_model_engine):
-    """P-15: counts and seeds are derived anew after each preemption."""
-    engine = make_model_engine(num_blocks=30, chunk_tokens=16)
+@pytest.mark.parametrize("swap_slots", [0, 100])
+def test_preempted_requests_go_on_by_the_same_rules(undisturbed, make_model_engine, swap_slots):
+    """P-15: counts and seeds are derived anew after each preemption; swapped KV is as it was."""
+    engine = make_model_engine(num_blocks=30, chunk_tokens=16, swap_slots=swap_slots)
     sequences = {name: add(engine, name, params) for name, params in KITS.items()}
     engine.run_to_end()
     assert engine.scheduler.num_preemptions > 3
     for name, sequence in sequences.items():
         assert engine.tokens(sequence) == undisturbed[name][0], name
+    again = [engine.end(s).num_computed_tokens - s.num_tokens + 1 for s in sequences.values()]
+    assert (sum(again) == 0) == (swap_slots > 0), "tokens that were computed again"
     engine.assert_idle()
 
 

@@ -26,14 +26,16 @@ _SETTINGS = [
 class World:
     """Random clients, a decode worker that imports, and exports that hold blocks for a while."""
 
-    def __init__(self, seed: int, settings: tuple[int, ...], *, has_prefix_cache: bool) -> None:
+    def __init__(
+        self, seed: int, settings: tuple[int, ...], *, has_prefix_cache: bool, swap_slots: int
+    ) -> None:
         num_blocks, slots, budget, chunk = settings
         self.rng = random.Random(seed)
         self.has_prefix_cache = has_prefix_cache
         self.slots, self.token_budget = slots, budget
         self.engine = Engine(
             num_blocks=num_blocks, max_num_seqs=slots, token_budget=budget, chunk_tokens=chunk,
-            has_prefix_cache=has_prefix_cache,
+            has_prefix_cache=has_prefix_cache, swap_slots=swap_slots,
         )  # fmt: skip
         self.sequences = []
         self.may_disturb = True
@@ -124,11 +126,12 @@ class World:
 
 @pytest.mark.parametrize("settings", _SETTINGS, ids=str)
 @pytest.mark.parametrize(
-    ("seed", "has_prefix_cache"), [(0, False), (1, False), (2, True), (3, True)]
+    ("seed", "has_prefix_cache", "swap_slots"),
+    [(0, False, 0), (1, False, 8), (2, True, 0), (3, True, 40)],
 )
-def test_chaos(seed, has_prefix_cache, settings):
+def test_chaos(seed, has_prefix_cache, swap_slots, settings):
     """P-15, P-16: undisturbed tokens, each end once, no leak, and always some progress."""
-    world = World(seed, settings, has_prefix_cache=has_prefix_cache)
+    world = World(seed, settings, has_prefix_cache=has_prefix_cache, swap_slots=swap_slots)
     idle_steps = 0
     for _ in range(1500):
         if world.rng.random() < 0.2 and world.engine.scheduler.num_waiting < 12:
@@ -148,6 +151,8 @@ def test_chaos(seed, has_prefix_cache, settings):
     world.engine.assert_idle()
     assert len(world.sequences) > 50
     assert settings[0] > 20 or world.engine.scheduler.num_preemptions > 0
+    swapping = world.engine.scheduler.swapping
+    assert settings[0] > 20 or (swapping.num_swapped > 0) == (swap_slots > 0)
     assert has_prefix_cache == (world.engine.scheduler.num_cached_tokens > 20)
 
 

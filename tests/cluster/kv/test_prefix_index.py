@@ -65,6 +65,14 @@ def test_a_tenant_named_like_anothers_digest_finds_nothing_of_it():
         assert not set(names(index, tenant=salt)) & set(theirs)
 
 
+def test_tenants_share_names_where_that_is_configured():
+    """And still nobody who has another key, model or block size."""
+    index = PrefixIndex(key=KEY, model_fingerprint="m", block_size=BLOCK_SIZE, is_shared=True)
+    assert names(index, tenant="a") == names(index, tenant="b") == names(index, tenant="")
+    other = PrefixIndex(key=KEY, model_fingerprint="n", block_size=BLOCK_SIZE, is_shared=True)
+    assert not set(names(index)) & set(names(other))
+
+
 @pytest.mark.parametrize("key", [b"", b"short", b"x" * 65])
 def test_a_weak_key_is_refused(key):
     with pytest.raises(ValueError, match="16 to 64 bytes"):

@@ -70,6 +70,10 @@ def test_served_families_match_transformers(name, tmp_path):
     for prompt, output in zip(prompts, driver.run(12, chunk=14), strict=True):
         assert_matches(reference, prompt, output)
     assert len({token for line in driver.lines for token in line.output_ids}) > 4
+    # Alone, its first chunks are steps that draw nothing.
+    alone = Driver(loaded, block_size=4)
+    alone.add(prompts[-1])
+    assert alone.run(4, chunk=14) == [driver.lines[-1].output_ids[:4]]
 
 
 def test_a_long_prompt_is_attended_in_tiles(tmp_path):

@@ -54,6 +54,20 @@ def test_the_fingerprint_tells_weights_and_configurations_apart(folder, tmp_path
     assert checkpoint.fingerprint(same) != before
 
 
+def test_the_tokenizer_has_a_fingerprint_of_its_own(folder, tmp_path):
+    copy = write_tiny_llama(tmp_path / "copy", seed=1)
+    same = checkpoint.tokenizer_fingerprint(folder)
+    assert (
+        checkpoint.tokenizer_fingerprint(copy)
+        == same
+        == load_model(folder, dtype=Dtype.FP32, device="cpu").tokenizer
+    )
+    (copy / "tokenizer.json").write_text("{}")
+    assert checkpoint.tokenizer_fingerprint(copy) not in ("", same)
+    (copy / "tokenizer.json").unlink()
+    assert checkpoint.tokenizer_fingerprint(copy) == ""
+
+
 def test_only_safetensors_are_loaded(folder, tmp_path):
     copy = shutil.copytree(folder, tmp_path / "copy")
     (copy / "model.safetensors").rename(copy / "pytorch_model.bin")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -192,7 +193,20 @@ def test_what_a_point_does_not_know_is_refused(point):
             fault(verb, point)
 
 
-@pytest.mark.parametrize("bad", [{"nth": 0}, {"times": -1}, {"seconds": -0.1}])
+def test_a_slow_link_takes_as_long_as_its_bytes(link):
+    switch = link.switches[SENDER]
+    switch.set([fault(Verb.DELAY, Point.SEND, times=0, seconds_per_byte=0.05)])
+
+    began = time.monotonic()
+    assert link.move([1, 2, 3, 4], [5]) == [[1, 2, 3, 4], [5]]
+
+    assert time.monotonic() - began >= 5 * 0.05
+    assert switch.fired() == (2,)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"nth": 0}, {"times": -1}, {"seconds": -0.1}, {"seconds_per_byte": 1e-6}]
+)
 def test_numbers_that_make_no_sense_are_refused(bad):
     with pytest.raises(InvalidRequest):
         fault(Verb.DROP, Point.COMMIT, **bad)

@@ -1,0 +1,111 @@
+"""Which workers have probably computed which beginnings of prompts.
+
+Routers name the beginnings of a prompt by a keyed digest of tenant and tokens (``router/prefix``);
+without the key, which only routers and control plane have, nobody can name another's. What is
+remembered here is who was given which names to compute, least recently used first to go, and no
+more of it than the worker's cache can hold, or does hold once it has had to evict. The worker's
+cache is the authority: a wrong guess costs time, and the worker tells what was found in truth.
+
+    names of a want:  [ stride tokens ) [ stride tokens ) ... of its beginning; the last one's
+                      name stands for all before it, too
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+MAX_NAMES = 32
+"""Of one prompt: the stride is doubled until so many are enough."""
+_MAX_REMEMBERED = 1 << 18
+_MIN_REMEMBERED = 32
+"""Of each worker, however many there are."""
+_MAX_HOLDERS = 8
+"""Workers that are told for one prompt, those with most of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptPrefix:
+    """The names of a prompt's beginnings, the shortest first."""
+
+    stride_tokens: int = 0
+    names: tuple[int, ...] = ()
+
+
+NO_PREFIX = PromptPrefix()
+
+
+@dataclass(slots=True)
+class _Cache:
+    num_tokens: int = 0
+    names: OrderedDict[int, int] = field(default_factory=OrderedDict)
+    """Tokens that each stands for, the least recently used first."""
+
+
+class PrefixTable:
+    """What each worker has of the prompts that it was given."""
+
+    def __init__(self) -> None:
+        self._caches: dict[str, _Cache] = {}
+        self._holders: dict[int, dict[str, None]] = {}
+        self._asked: tuple[PromptPrefix, dict[str, int]] | None = None
+
+    def learn(self, worker_id: str, capacity_tokens: int, prefix: PromptPrefix) -> None:
+        """Note that a worker with a cache of so many tokens has or computes a prompt."""
+        if not prefix.names:
+            return
+        self._asked = None
+        cache = self._caches.setdefault(worker_id, _Cache())
+        # The longer ones are of no use without the shorter ones, so they go first.
+        for name in reversed(prefix.names):
+            cache.num_tokens += prefix.stride_tokens - cache.names.pop(name, 0)
+            cache.names[name] = prefix.stride_tokens
+            holders = self._holders.get(name)
+            if holders is None:
+                self._holders[name] = {worker_id: None}
+            else:
+                holders[worker_id] = None
+        most = max(_MIN_REMEMBERED, _MAX_REMEMBERED // len(self._caches))
+        self._trim(worker_id, cache, most, capacity_tokens)
+
+    def keep(self, worker_id: str, max_tokens: int) -> None:
+        """Note that a worker's cache is full, and holds so many tokens at most."""
+        cache = self._caches.get(worker_id)
+        if cache is not None and cache.num_tokens > max_tokens:
+            self._asked = None
+            self._trim(worker_id, cache, len(cache.names), max_tokens)
+
+    def forget(self, worker_id: str) -> None:
+        """Drop all that a worker had: it is gone."""
+        self._asked = None
+        cache = self._caches.pop(worker_id, None)
+        for name in cache.names if cache is not None else ():
+            self._drop(name, worker_id)
+
+    def holders(self, prefix: PromptPrefix) -> dict[str, int]:
+        """Return the workers that have most of a prompt, and how many tokens of it."""
+        if not prefix.names:
+            return {}
+        if self._asked is not None and self._asked[0] is prefix:
+            return self._asked[1]
+        found: dict[str, int] = {}
+        for number in range(len(prefix.names), 0, -1):
+            for worker_id in self._holders.get(prefix.names[number - 1], ()):
+                if len(found) < _MAX_HOLDERS:
+                    found.setdefault(worker_id, number * prefix.stride_tokens)
+            if len(found) >= _MAX_HOLDERS:
+                break
+        self._asked = (prefix, found)
+        return found
+
+    def _trim(self, worker_id: str, cache: _Cache, max_names: int, max_tokens: int) -> None:
+        while len(cache.names) > max_names or cache.num_tokens > max_tokens:
+            name, num_tokens = cache.names.popitem(last=False)
+            cache.num_tokens -= num_tokens
+            self._drop(name, worker_id)
+
+    def _drop(self, name: int, worker_id: str) -> None:
+        holders = self._holders[name]
+        del holders[worker_id]
+        if not holders:
+            del self._holders[name]

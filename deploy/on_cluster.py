@@ -1,0 +1,175 @@
+"""``pdserve deploy``: put the app on a Ray that runs already, and wait until it serves.
+
+find Ray -> wait for nodes -> check that every pool has room -> hand Serve the config file -> wait
+until every worker has registered and the doors answer -> prove it with one streamed request.
+
+It then runs by itself: Serve keeps it up, and ``pdserve down --cluster`` takes it away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from cluster.config import HEAD
+from cluster.config_rules import is_loopback
+from cluster.errors import StartupError
+from deploy import calls, proof
+from deploy.fit import fit, suits
+from deploy.host_ray import RayHost, join_ray, load_ray, ray_nodes
+from deploy.readiness import missing
+from deploy.run_state import RunState
+from deploy.serve_config import APP_NAME, named
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from cluster.config import DeployConfig
+    from deploy.fit import Node
+
+_POLL_S = 1.0
+_HEAD_RESOURCE = "node:__internal_head__"
+
+
+def nodes_of(address: str) -> list[Node]:
+    """Return the nodes of a running Ray; raises StartupError where there is none."""
+    with _joined(address):
+        return ray_nodes()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long a deployment may take."""
+
+    nodes_s: float = 0.0
+    """For nodes that are still starting."""
+    ready_s: float = 1800.0
+    """For weights to be fetched and loaded."""
+
+
+def deploy(
+    config: DeployConfig, address: str, patience: Patience, arguments: Sequence[str] = ()
+) -> int:
+    """Deploy, and return once it serves; raises StartupError with the reason where it doesn't.
+
+    What was deployed and never served is taken away again, unless it was to replace what serves.
+    """
+    state = RunState(config.endpoints.control_port)
+    state.join()
+    state.logs_dir.mkdir(mode=0o700, exist_ok=True)
+    with _joined(address):
+        _wait_for_nodes(config, patience.nodes_s)
+        config, same = _at_head(config, ray_nodes())
+        config = named(config)
+        had_app = _has_app()
+        host = RayHost(config, model_path=config.model.path, state=state, is_joined=True)
+        _say("deploying ...")
+        try:
+            host.start()
+            _wait_until_ready(config, host, patience.ready_s)
+            proof.prove(config)
+        except StartupError:
+            if not had_app:
+                _delete_app()
+            raise
+    calls.print_calls(config, [*arguments, *same])
+    _say("it serves on; `pdserve down --cluster` takes it away")
+    return 0
+
+
+def remove(address: str) -> int:
+    """Take the app away from a running Ray."""
+    with _joined(address):
+        was_there = _has_app()
+        if was_there:
+            _delete_app()
+    _say("taken away" if was_there else "nothing was there")
+    return 0
+
+
+@contextlib.contextmanager
+def _joined(address: str) -> Iterator[None]:
+    load_ray(is_own=False)
+    import ray
+
+    join_ray(address)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _wait_for_nodes(config: DeployConfig, wait_s: float) -> None:
+    deadline = time.monotonic() + wait_s
+    told: tuple[str, ...] = ()
+    while problems := fit(config.pools, ray_nodes()).problems:
+        if time.monotonic() >= deadline:
+            raise StartupError(
+                "the cluster has no room for the pools:" + "".join(f"\n- {p}" for p in problems)
+            )
+        if problems != told:
+            told = problems
+            _say("waiting for nodes: " + "; ".join(problems))
+        time.sleep(_POLL_S)
+
+
+def _at_head(config: DeployConfig, nodes: Sequence[Node]) -> tuple[DeployConfig, list[str]]:
+    """Return the config with the head node's address, and the options that say the same.
+
+    Raises StartupError where workers could be on nodes that don't reach ``endpoints.host``.
+    """
+    head = next(node for node in nodes if _HEAD_RESOURCE in node.resources).address
+    host = config.endpoints.host
+    if host == HEAD:
+        endpoints = dataclasses.replace(config.endpoints, host=head)
+        same = ["--set", f"endpoints.host={head}"]
+        return dataclasses.replace(config, endpoints=endpoints), same
+    away = [
+        node.name
+        for node in nodes
+        if node.address != head
+        and not is_loopback(node.address)
+        and any(suits(pool, node) for pool in config.pools)
+    ]
+    if is_loopback(host) and away:
+        raise StartupError(
+            f"endpoints.host: {host} is this machine alone, and workers could be on "
+            f"{', '.join(away)}: use head, and a cluster token",
+            field="endpoints.host",
+        )
+    return config, []
+
+
+def _wait_until_ready(config: DeployConfig, host: RayHost, wait_s: float) -> None:
+    deadline = time.monotonic() + wait_s
+    told = ""
+    while waits_for := missing(config) or host.unfinished():
+        failure = host.failure()
+        if failure is not None:
+            raise failure
+        if time.monotonic() >= deadline:
+            raise StartupError(f"not ready after {wait_s:.0f} s: {waits_for}")
+        if waits_for != told:
+            told = waits_for
+            _say(waits_for)
+        time.sleep(_POLL_S)
+
+
+def _has_app() -> bool:
+    from ray import serve
+
+    return APP_NAME in serve.status().applications
+
+
+def _delete_app() -> None:
+    from ray import serve
+
+    serve.delete(APP_NAME)
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()

@@ -1,0 +1,128 @@
+"""What a router knows of the queue before it tokenises, and whom it refuses by that.
+
+The last view says what waited when it was made; what this router has let in since, and what is
+waiting no more, it knows itself. Sizes are guessed from the length of the text. The control plane
+asks the same again when the want arrives, with what waits then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from cluster.config import Policy, Role
+from cluster.control import overload
+from cluster.control.facts import Health
+from cluster.control.overload import Newcomer, QueueBounds, QueueLoad
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cluster.control.facts import ClusterView, WorkerView
+    from cluster.errors import QueueFull
+    from cluster.policy.order import Ordering
+    from cluster.policy.tiers import Tiers
+    from router.checked import Checked
+    from router.given import Caller
+    from router.metrics import RouterMetrics
+
+_CHARS_PER_TOKEN = 4.0
+"""Of text, until some was tokenised."""
+_LEARNS = 0.2
+
+
+class Gate:
+    """Asks ``overload`` on behalf of one router."""
+
+    def __init__(self, ordering: Ordering, tiers: Tiers, metrics: RouterMetrics) -> None:
+        self._ordering = ordering
+        self._tiers = tiers
+        self._metrics = metrics
+        self._view: ClusterView | None = None
+        self._num_others = 0
+        """Requests of other routers that wait, by the last view."""
+        self._room = 0
+        self._num_coming = 0
+        self._chars_per_token = _CHARS_PER_TOKEN
+
+    def full(self, view: ClusterView, caller: Caller) -> QueueFull | None:
+        """Return why a call that was not even read may not wait; None where it may."""
+        who = Newcomer(
+            tenant=caller.tenant, standing=0, num_tokens=0, remaining_s=float("inf")
+        )  # fmt: skip
+        return overload.refusal(self._load(view), who, _bounds(view))
+
+    def refusal(self, view: ClusterView, checked: Checked, caller: Caller) -> QueueFull | None:
+        """Return why a call that was read may not wait; None where it may.
+
+        Raises InvalidRequest where it asks for a tier that it may not have.
+        """
+        tier = self._tiers.allowed(
+            checked.priority, default=caller.tier, ceiling=caller.ceiling
+        )  # fmt: skip
+        num_tokens = self._guess_tokens(checked)
+        work = num_tokens + (checked.expected_tokens or 0)
+        who = Newcomer(
+            tenant=caller.tenant,
+            standing=self._ordering.standing(tier=self._tiers.rank(tier), work=work),
+            num_requests=checked.num_all_choices,
+            num_tokens=num_tokens * checked.num_choices,
+            remaining_s=checked.timeout_s,
+        )
+        return overload.refusal(self._load(view), who, _bounds(view))
+
+    @contextlib.contextmanager
+    def coming(self, checked: Checked) -> Iterator[None]:
+        """Count a call as one that will wait, while it is tokenised."""
+        self._num_coming += checked.num_all_choices
+        try:
+            yield
+        finally:
+            self._num_coming -= checked.num_all_choices
+
+    def tokenised(self, checked: Checked, num_tokens: int) -> None:
+        """Learn how long a token is."""
+        num_chars = checked.num_chars
+        if num_chars and num_tokens:
+            now = num_chars / num_tokens
+            self._chars_per_token += _LEARNS * (now - self._chars_per_token)
+
+    def _load(self, view: ClusterView) -> QueueLoad:
+        num_here = self._metrics.num_queued
+        if view is not self._view:
+            self._view = view
+            self._num_others = max(0, view.num_waiting - num_here)
+            self._room = 0 if view.num_waiting else sum(map(_free_slots, view.workers))
+        num_requests = self._num_others + num_here + self._num_coming
+        standings = view.waiting_standings
+        if self._ordering.policy is Policy.FCFS:
+            standings = {0: num_requests}
+        return QueueLoad(
+            num_requests=num_requests,
+            num_tokens=view.waiting_tokens,
+            request_s=view.request_s,
+            is_fair=view.are_tenants_fair,
+            room=self._room,
+            tenants=view.waiting_tenants,
+            standings=standings,
+        )
+
+    def _guess_tokens(self, checked: Checked) -> int:
+        num_ids = sum(len(prompt) for prompt in checked.prompts if not isinstance(prompt, str))
+        return num_ids + int(checked.num_chars / self._chars_per_token)
+
+
+def _bounds(view: ClusterView) -> QueueBounds:
+    return QueueBounds(
+        max_requests=view.max_queue_requests,
+        max_tokens=view.max_queue_tokens,
+        tenant_share=view.tenant_queue_share,
+    )
+
+
+def _free_slots(view: WorkerView) -> int:
+    if view.worker.role is Role.PREFILL or view.health is not Health.ALIVE:
+        return 0
+    report = view.report
+    num_used = max(len(report.held_grants), report.num_running + report.num_waiting)
+    return max(0, view.worker.num_slots - num_used - view.num_granted)

@@ -1,0 +1,100 @@
+"""A Ray of several nodes on this machine, in a process of its own: this module as a script.
+
+It reads one JSON line, a list of nodes (``num_gpus``, ``resources``, ``labels``), and prints one:
+the address and each node's raylet pid. It ends with its standard input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.e2e.plain_cluster import REPO
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+ENVIRONMENT = {
+    # On loopback alone, and asking nobody who they are: both are for one machine.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_SERVE_LOG_TO_STDERR": "0",
+    "RAY_worker_niceness": "0",
+    "HF_HUB_OFFLINE": "1",
+}
+_STORE_BYTES = 80 << 20
+
+
+class RayNodes:
+    """The address, and the raylet of each node by its number; the head is not among them."""
+
+    def __init__(self, address: str, raylet_pids: list[int]) -> None:
+        self.address = address
+        self.raylet_pids = raylet_pids
+
+
+@contextlib.contextmanager
+def ray_nodes(nodes: Sequence[dict[str, object]]) -> Iterator[RayNodes]:
+    """Run a head node and these for the time of a ``with``."""
+    # Not pytest's folder: the paths of Ray's sockets must be short.
+    with (
+        tempfile.TemporaryDirectory(prefix="rn", ignore_cleanup_errors=True) as folder,
+        (Path(folder) / "log").open("w") as log,
+    ):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.e2e.ray_nodes"],
+            cwd=REPO,
+            env=os.environ | ENVIRONMENT | {"RAY_TMPDIR": folder},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+        try:
+            process.stdin.write(json.dumps(list(nodes)) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+            assert line, (Path(folder) / "log").read_text()
+            told = json.loads(line)
+            yield RayNodes(told["address"], told["raylets"])
+        finally:
+            process.stdin.close()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(10)
+            process.stdout.close()
+
+
+def _run() -> None:
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(
+        initialize_head=True,
+        connect=False,
+        head_node_args={
+            "num_cpus": 1,
+            "include_dashboard": False,
+            "object_store_memory": _STORE_BYTES,
+        },
+    )
+    raylets = []
+    for node in json.loads(sys.stdin.readline()):
+        added = cluster.add_node(num_cpus=1, object_store_memory=_STORE_BYTES, **node)
+        raylets.append(added.all_processes["raylet"][0].process.pid)
+    sys.stdout.write(json.dumps({"address": cluster.address, "raylets": raylets}) + "\n")
+    sys.stdout.flush()
+    sys.stdin.read()
+    cluster.shutdown()
+
+
+if __name__ == "__main__":
+    _run()

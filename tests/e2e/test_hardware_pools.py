@@ -1,0 +1,123 @@
+"""Pools on different hardware: four kinds of nodes, each a raylet of its own on this machine."""
+
+import os
+import subprocess
+
+import httpx
+import psutil
+import pytest
+import yaml
+
+from cluster import config as deploy_config
+from cluster.config import Role
+from deploy.client import Client
+from deploy.run_state import RunState
+from tests.e2e import reference
+from tests.e2e.plain_cluster import make_config, view_of, with_pool
+from tests.e2e.ray_cluster import PDSERVE
+from tests.e2e.ray_nodes import ENVIRONMENT, ray_nodes
+
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(420)]
+
+H100 = {"num_gpus": 1, "resources": {"accelerator_type:H100": 1}}
+L40S = {"num_gpus": 1, "resources": {"accelerator_type:L40S": 1}}
+OLD_RACK, NEW_RACK = {"labels": {"rack": "old"}}, {"labels": {"rack": "new"}}
+NODES = (H100, L40S, OLD_RACK, NEW_RACK)
+ASKS = {
+    "prefill-h100": {"accelerator_type": "H100", "gpus_per_worker": 1.0},
+    "decode-l40s": {"accelerator_type": "L40S", "gpus_per_worker": 1.0},
+    "prefill-old": {"node_labels": {"rack": "old"}},
+    "decode-new": {"node_labels": {"rack": "new"}},
+}
+"""What each pool asks for, in the order of the nodes that have it."""
+MAX_ASKED = 100
+ROLES = {name: Role(name.partition("-")[0]) for name in ASKS}
+
+
+class Deployed:
+    """A cluster that ``pdserve deploy`` has put on Ray's nodes."""
+
+    def __init__(self, config, nodes, folder):
+        self.config = config
+        self.nodes = nodes
+        self.file = folder / "deploy.yaml"
+        self.file.write_text(yaml.safe_dump(deploy_config.to_tree(config)))
+        endpoints = config.endpoints
+        self.http = f"http://{endpoints.host}:{endpoints.http_port}"
+        self.grpc = f"{endpoints.host}:{endpoints.grpc_port}"
+        self.control = f"{endpoints.host}:{endpoints.control_port}"
+
+    def command(self, name, *arguments, timeout_s=180):
+        file = ["--config", str(self.file)] if name == "down" else [str(self.file)]
+        return subprocess.run(
+            [*PDSERVE, name, *file, "--cluster", self.nodes.address, *arguments],
+            capture_output=True, text=True, timeout=timeout_s, check=False,
+            env=os.environ | ENVIRONMENT,
+        )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def deployed(tiny_llama, tmp_path_factory):
+    config = make_config(tiny_llama, {name: (role, 1) for name, role in ROLES.items()})
+    for name, asks in ASKS.items():
+        config = with_pool(config, name, **asks)
+    with ray_nodes(NODES) as nodes:
+        cluster = Deployed(config, nodes, tmp_path_factory.mktemp("hardware"))
+        done = cluster.command("deploy", "--wait-ready", "150")
+        assert done.returncode == 0, done.stdout + done.stderr
+        try:
+            yield cluster
+        finally:
+            gone = cluster.command("down", timeout_s=90)
+            RunState(config.endpoints.control_port).clear(10)
+            assert "taken away" in gone.stdout, gone.stderr
+
+
+def test_each_worker_is_on_the_hardware_of_its_pool(deployed):
+    """A worker's parent is its node's raylet: no word of ours or of Ray's is taken for it."""
+    at = dict(zip(deployed.nodes.raylet_pids, ASKS, strict=True))
+    workers = [view.worker for view in view_of(deployed).workers]
+    assert {worker.pool for worker in workers} == set(ASKS)
+    for worker in workers:
+        assert at[psutil.Process(worker.pid).ppid()] == worker.pool, worker.worker_id
+
+
+def test_all_pools_serve_real_tokens(deployed, tiny_llama):
+    """P-13 over two prefill and two decode pools: equal to transformers whichever pair it was."""
+    asked, answers, seen = [], [], set()
+    everybody = {f"{name}-0" for name in ASKS}
+    with Client(deployed.grpc) as client:
+        while seen != everybody:
+            assert len(asked) < MAX_ASKED, f"never placed on {everybody - seen}"
+            prompt = [40 + (7 * len(asked) + i) % 400 for i in range(50)]
+            pieces = list(
+                client.generate(
+                    prompt_ids={"ids": prompt}, max_tokens=8, temperature=0.0, ignore_eos=True,
+                    timeline=True,
+                )
+            )  # fmt: skip
+            asked.append(prompt)
+            answers.append([token for piece in pieces for token in piece.token_ids])
+            timeline = pieces[-1].timeline
+            seen |= {timeline.prefill_worker, timeline.decode_worker}
+    expected = reference.greedy(tiny_llama, asked, 8)
+    assert expected.disagreements(answers)[0] == []
+
+
+def test_the_plan_names_the_nodes(deployed):
+    done = deployed.command("plan")
+    assert done.returncode == 0, done.stderr
+    for name in ASKS:
+        assert name in done.stdout
+
+
+def test_what_has_no_room_is_refused_with_its_pool(deployed, tiny_llama, tmp_path):
+    """Point 9: missing hardware is told at once, and what serves goes on."""
+    other = with_pool(deployed.config, "decode-l40s", accelerator_type="B200")
+    refused = Deployed(other, deployed.nodes, tmp_path).command("deploy", timeout_s=60)
+    assert refused.returncode == 1
+    assert "pool decode-l40s: no node has B200; there is H100, L40S" in refused.stderr
+    more = with_pool(deployed.config, "prefill-h100", count=2)
+    refused = Deployed(more, deployed.nodes, tmp_path).command("plan", timeout_s=60)
+    assert "pool prefill-h100: 1 of 2 workers fit" in refused.stderr
+    assert httpx.get(f"{deployed.http}/health/ready").status_code == 200

@@ -1,0 +1,148 @@
+"""What a router refuses by its last view and by what it has let in since, before it tokenises."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import pytest
+
+from cluster.config import Policy, SchedulingConfig
+from cluster.control.overload import MAX_TENANTS_SHOWN
+from cluster.errors import ClusterFull, QueueFull
+from cluster.policy.order import Ordering
+from cluster.policy.tiers import Tiers
+from router.given import Caller, GenerateInput
+from router.service import Door
+from tests.router.doors import JSON, open_doors
+from tests.router.fakes import (
+    FakeCluster,
+    assert_conserved,
+    make_router,
+    make_view,
+    metric,
+    until,
+)
+
+HELLO = GenerateInput(prompt="hello", max_tokens=4)
+
+
+@contextlib.asynccontextmanager
+async def waiting_router(**options):
+    """A router whose requests all wait, for the view that a test sets."""
+    cluster = FakeCluster()
+    cluster.route.default_pair = None
+    service = make_router(cluster, **options)
+    yield cluster, service
+    await service.stop()
+    assert_conserved(service)
+
+
+async def fill(service, count, given=HELLO):
+    before = metric(service, "pdserve_requests_queued")
+    for number in range(1, count + 1):
+        await service.generate(given)
+        await until(lambda now=before + number: metric(service, "pdserve_requests_queued") == now)
+
+
+async def refused(service, given=HELLO, **caller):
+    with pytest.raises(QueueFull) as caught:
+        await service.generate(given, Caller(**caller))
+    return caught.value
+
+
+def never_tokenise(monkeypatch):
+    def explode(self, text):
+        raise AssertionError("tokenised")
+
+    monkeypatch.setattr("router.text.TextCodec.encode", explode)
+
+
+async def test_a_burst_between_two_views_is_counted_here(monkeypatch):
+    """P-25: eight may wait, and four slots are free; the view still says that nobody waits."""
+    async with waiting_router() as (_, service):
+        await fill(service, 12)
+        never_tokenise(monkeypatch)
+        assert isinstance(await refused(service), ClusterFull)
+
+
+async def test_what_waits_at_other_routers_counts_with_the_next_view():
+    async with waiting_router() as (cluster, service):
+        await fill(service, 2)
+        cluster.route.view = make_view(num_waiting=5)
+        await fill(service, 3)
+        assert isinstance(await refused(service), ClusterFull)
+        cluster.route.view = make_view(num_waiting=5)
+        await fill(service, 3)
+        await refused(service)
+
+
+async def test_who_would_wait_past_its_deadline_is_told_so(monkeypatch):
+    """Four wait, half a second each: two seconds."""
+    async with waiting_router() as (cluster, service):
+        cluster.route.view = make_view(num_waiting=4)
+        await fill(service, 1, GenerateInput(prompt="hello", max_tokens=4, timeout_s=2.5))
+        never_tokenise(monkeypatch)
+        error = await refused(service, GenerateInput(prompt="hello", timeout_s=0.5))
+        assert isinstance(error, ClusterFull)
+        assert error.retry_after_s == pytest.approx(2.0), "a fifth is there by now"
+
+
+async def test_a_caller_with_its_share_is_told_429_and_others_are_let_in():
+    async with waiting_router() as (cluster, service):
+        cluster.route.view = make_view(
+            num_waiting=4, waiting_tenants={"many": 4}, tenant_queue_share=0.5
+        )
+        error = await refused(service, tenant="many", key="key-0")
+        assert (error.http_status, error.retry_after_s) == (429, 1.0)
+        await service.generate(HELLO, Caller("few", "key-1"))
+
+
+async def test_the_length_of_a_text_tells_how_many_tokens_will_wait(monkeypatch):
+    """A byte is a token here; until that was seen, four are taken for one."""
+    async with waiting_router() as (cluster, service):
+        cluster.route.view = make_view(num_waiting=1, waiting_tokens=80, max_queue_tokens=100)
+        text = GenerateInput(prompt="x" * 44, max_tokens=1)
+        await fill(service, 5, text)
+        cluster.route.view = make_view(num_waiting=1, waiting_tokens=80, max_queue_tokens=100)
+        never_tokenise(monkeypatch)
+        assert isinstance(await refused(service, text), ClusterFull)
+        ids = GenerateInput(prompt=[1] * 21, max_tokens=1)
+        assert isinstance(await refused(service, ids), ClusterFull)
+        await service.generate(GenerateInput(prompt=[1] * 20, max_tokens=1))
+
+
+async def test_only_those_ahead_of_its_tier_are_waited_for():
+    tiered = SchedulingConfig(policy=Policy.PRIORITY)
+    door = Door(tiers=Tiers.of(tiered), ordering=Ordering.of(tiered))
+    async with waiting_router(door=door) as (cluster, service):
+        view = make_view(num_waiting=6, waiting_standings={0: 1, 1: 2, 2: 3})
+        cluster.route.view = view
+        for tier, timeout_s in (("low", 2.0), ("normal", 1.0), ("high", 0.4)):
+            given = GenerateInput(prompt="hello", priority=tier, timeout_s=timeout_s)
+            assert isinstance(await refused(service, given), ClusterFull)
+        for tier, timeout_s in (("normal", 1.6), ("high", 0.6)):
+            await service.generate(
+                GenerateInput(prompt="hello", priority=tier, timeout_s=timeout_s)
+            )
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_a_full_queue_refuses_a_call_whose_body_was_not_read(path):
+    """P-25: the body may be of any size, or no JSON at all; the answer says when to come back."""
+    async with waiting_router() as (cluster, service), open_doors(service) as doors:
+        cluster.route.view = make_view(num_waiting=8)
+        seconds = []
+        for _ in range(9):
+            began = time.thread_time()
+            response = await doors.http.post(path, content=b"[" * 10_000, headers=JSON)
+            seconds.append(time.thread_time() - began)
+        assert sorted(seconds)[4] < 0.05, "of this thread, its client included"
+        assert response.status_code == 503
+        assert response.headers["retry-after"] == "2"
+        assert response.json()["error"]["code"] == "cluster_full"
+        assert metric(service, 'pdserve_requests_rejected_total{code="cluster_full"}') == 9
+
+
+def test_a_view_names_a_bounded_number_of_tenants():
+    assert MAX_TENANTS_SHOWN <= 64
