@@ -1,4 +1,7 @@
-"""The proof after a start: one streamed request over HTTP, and where its time went."""
+"""The proof after a start: one streamed request over HTTP, and where its time went.
+
+Where that was short enough to be computed where it is decoded, a longer one proves the handoff.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from cluster.config import Role
+from cluster.config import LocalPrefill, Role
 from cluster.errors import StartupError
 from deploy.client import KEY_VARIABLE, authorization
 
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
 QUESTION = "What is the capital of France?"
 _TRIAL_ANSWER = "Paris"
 _MAX_TOKENS = 48
+_LONGER_BY = 64
+"""Tokens of the longer prompt beyond those that a decode worker may compute by itself."""
 _TIMEOUT_S = 60.0
 
 
@@ -40,12 +45,14 @@ def prove(config: DeployConfig) -> str:
     handoff between two pools, or a trial model that doesn't know the capital of France.
     """
     sys.stdout.write(f"> {QUESTION}\n")
-    answer = _ask(config)
+    answer = _ask(config, _question(), is_shown=True)
     sys.stdout.write("\n\n")
     if answer.timeline is not None:
         sys.stdout.write(f"{timeline_text(answer.timeline)}\n\n")
     sys.stdout.flush()
     lack = what_lacks(config, answer)
+    if not lack and _was_local(answer) and config.scheduling.local_prefill is LocalPrefill.AUTO:
+        lack = _missing_handoff(config, _ask(config, _longer_prompt(config), is_shown=False))
     if lack:
         raise StartupError(f"the proof failed: {lack}")
     return answer.text
@@ -70,14 +77,21 @@ def what_lacks(config: DeployConfig, answer: Answer) -> str:
         return "the stream ended without its timeline"
     if config.model.path == "trial" and _TRIAL_ANSWER not in answer.text:
         return f"the trial model's answer doesn't name {_TRIAL_ANSWER}"
-    return _missing_handoff(config, answer.timeline)
+    # The reason of a placement says why a prompt was computed where it is decoded.
+    return "" if _was_local(answer) else _missing_handoff(config, answer)
 
 
-def _missing_handoff(config: DeployConfig, timeline: dict[str, Any]) -> str:
+def _was_local(answer: Answer) -> bool:
+    timeline = answer.timeline or {}
+    return bool(timeline) and timeline["prefill_worker"] == timeline["decode_worker"]
+
+
+def _missing_handoff(config: DeployConfig, answer: Answer) -> str:
     if any(pool.role is Role.MIXED for pool in config.pools):
         return ""  # a mixed worker may do both halves itself
-    if timeline["prefill_worker"] == timeline["decode_worker"]:
-        return ""  # short enough to be computed where it is decoded; the reason says so
+    timeline = answer.timeline
+    if timeline is None:
+        return "the stream ended without its timeline"
     if timeline["decode"]["num_steps"] == 0:
         return ""  # the answer was whole with its first token
     if timeline["prefill"]["transfer_bytes"] == 0:
@@ -85,34 +99,45 @@ def _missing_handoff(config: DeployConfig, timeline: dict[str, Any]) -> str:
     return ""
 
 
-def _ask(config: DeployConfig) -> Answer:
+def _question() -> dict[str, dict[str, Any]]:
+    """Return the question as a chat, and as a plain prompt for a model that knows no chats."""
+    options = {"max_tokens": _MAX_TOKENS}
+    return {
+        "chat/completions": {"messages": [{"role": "user", "content": QUESTION}], **options},
+        "completions": {"prompt": QUESTION, **options},
+    }
+
+
+def _longer_prompt(config: DeployConfig) -> dict[str, dict[str, Any]]:
+    num_tokens = config.scheduling.local_prefill_tokens + _LONGER_BY
+    ids = [1 + number % _LONGER_BY for number in range(num_tokens)]
+    return {"completions": {"prompt": ids, "max_tokens": 2, "ignore_eos": True}}
+
+
+def _ask(config: DeployConfig, asks: dict[str, dict[str, Any]], *, is_shown: bool) -> Answer:
     text, finish_reason, timeline = "", None, None
-    for event in _events(config):
+    for event in _events(config, asks):
         if "error" in event:
             raise StartupError(f"the proof failed: {event['error']['message']}")
         for choice in event["choices"]:
             piece = choice["delta"].get("content") if "delta" in choice else choice["text"]
             text += piece or ""
             finish_reason = choice["finish_reason"] or finish_reason
-            sys.stdout.write(piece or "")
-            sys.stdout.flush()
+            if is_shown:
+                sys.stdout.write(piece or "")
+                sys.stdout.flush()
         timeline = event.get("pdserve", {}).get("timeline") or timeline
     return Answer(text=text, finish_reason=finish_reason, timeline=timeline)
 
 
-def _events(config: DeployConfig) -> Iterator[dict[str, Any]]:
-    """Ask as a chat, or plainly where the model knows no chats."""
+def _events(config: DeployConfig, asks: dict[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Ask at the first path that the model can answer at."""
     endpoints = config.endpoints
     options = {
         "model": config.model.name,
-        "max_tokens": _MAX_TOKENS,
         "temperature": 0,
         "stream": True,
         "timeline": True,
-    }
-    asks: dict[str, dict[str, Any]] = {
-        "chat/completions": {"messages": [{"role": "user", "content": QUESTION}]},
-        "completions": {"prompt": QUESTION},
     }
     base = f"http://{endpoints.host}:{endpoints.http_port}/v1"
     reason = ""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 _DECAY = 0.98
 """Weight that a step keeps with every later one: about the last 50 steps count."""
+_SLOWEST = 10.0
+"""Times its prediction, a step counts at most: a worker that was stopped for half a minute is not
+slow afterwards, and would get no work to show it."""
 
 
 class StepModel:
@@ -29,7 +32,10 @@ class StepModel:
         self._prompt_tokens = self._prompt_s = 0.0
 
     def observe(self, num_decodes: int, num_prefill_tokens: int, seconds: float) -> None:
-        """Learn from one step."""
+        """Learn from one step; one in which the process stood still counts as a slow one."""
+        predicted_s = self.predict(num_decodes, num_prefill_tokens)
+        if predicted_s > 0.0:
+            seconds = min(seconds, _SLOWEST * predicted_s)
         if num_prefill_tokens:
             decode_s = self.predict(num_decodes, 0) if num_decodes else 0.0
             self._prompt_tokens = self._prompt_tokens * _DECAY + num_prefill_tokens

@@ -72,11 +72,11 @@ class Connections:
 
     def _shut(self, file: int, peer: _Peer) -> bool:
         """Shut a connection, if the file is it still: gRPC may have closed it and opened others."""
-        try:
-            ours = socket.fromfd(file, socket.AF_INET, socket.SOCK_STREAM)
-        except OSError:
-            return False
-        with ours, contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            own_file = os.dup(file)
+            stack.callback(os.close, own_file)
+            ours = socket.socket(fileno=own_file)  # finds out by itself whether it is IPv6's
+            stack.callback(ours.detach)
             if self._peer_of(ours) == peer:
                 ours.shutdown(socket.SHUT_RDWR)
                 return True

@@ -163,3 +163,32 @@ def test_a_bad_answer_fails_the_proof(answer, reason, door):
     door.answers.append(answer)
     with pytest.raises(StartupError, match=f"the proof failed: .*{reason}"):
         proof.prove(config_of(door))
+
+
+@pytest.mark.parametrize(("num_bytes", "lack"), [(4096, ""), (0, "no KV went")])
+def test_a_longer_prompt_proves_the_handoff_where_the_question_was_too_short(
+    num_bytes, lack, door, capsys
+):
+    end = event(None, "length", pdserve={"timeline": make_timeline(num_bytes=num_bytes)})
+    door.answers += [
+        stream_of(event("Paris."), event(None, "stop", pdserve={"timeline": LOCAL})),
+        stream_of(event("and then"), end),
+    ]
+    if lack:
+        with pytest.raises(StartupError, match=lack):
+            proof.prove(config_of(door))
+    else:
+        assert proof.prove(config_of(door)) == "Paris."
+    assert door.paths == ["/v1/chat/completions", "/v1/completions"]
+    assert "and then" not in capsys.readouterr().out
+
+
+def test_where_all_are_computed_where_they_are_decoded_nothing_is_asked_for(door):
+    door.answers.append(
+        stream_of(event("Paris."), event(None, "stop", pdserve={"timeline": LOCAL}))
+    )
+    config = config_of(door)
+    scheduling = dataclasses.replace(
+        config.scheduling, local_prefill=deploy_config.LocalPrefill.ALWAYS
+    )
+    assert proof.prove(dataclasses.replace(config, scheduling=scheduling)) == "Paris."

@@ -288,10 +288,6 @@ def test_times_do_not_tell_what_another_tenant_has_cached(cluster, canary):
     assert slower / 500**2 == pytest.approx(0.5, abs=0.06)
 
 
-CROWDED = "127.0.0.2"
-"""Where the crowd comes from: it has its share of connections, and all others have their own."""
-
-
 def crowd(cluster, num: int, *, half_open: bool) -> list[socket.socket]:
     """Sockets that ask for a stream and read nothing of it, or that say half of a head."""
     body = json.dumps({**ASK, "max_tokens": 400, "ignore_eos": True, "stream": True}).encode()
@@ -301,30 +297,24 @@ def crowd(cluster, num: int, *, half_open: bool) -> list[socket.socket]:
     )
     whole = head + b"content-length: %d\r\n\r\n" % len(body) + body
     endpoints = cluster.config.endpoints
-    return [come(endpoints.http_port, head if half_open else whole) for _ in range(num)]
-
-
-def come(port: int, says: bytes) -> socket.socket:
-    each = socket.socket()
-    each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-    each.bind((CROWDED, 0))
-    each.connect(("127.0.0.1", port))
-    with contextlib.suppress(OSError):  # too many of them, and shut already
-        each.sendall(says)
-    return each
+    sockets = []
+    for _ in range(num):
+        each = socket.socket()
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        each.connect((endpoints.host, endpoints.http_port))
+        each.sendall(head if half_open else whole)
+        sockets.append(each)
+    return sockets
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize("num", [500])
+@pytest.mark.parametrize("num", [300])
 def test_a_crowd_that_never_reads_holds_nobody_up(num, cluster, canary):
-    """CASES S-14: streams of one key that nobody reads, and half-open sockets, at both doors."""
+    """CASES S-14: streams of one key that nobody reads, over HTTP and gRPC, and half-open heads."""
     started = time.monotonic()
     alone = complete(cluster, max_tokens=40).elapsed.total_seconds()
     before = psutil.Process().memory_info().rss
     silent = crowd(cluster, num, half_open=False) + crowd(cluster, num, half_open=True)
-    half_preface, grpc_port = b"PRI * HTTP/2.0\r\n\r", cluster.config.endpoints.grpc_port
-    silent += [come(grpc_port, half_preface) for _ in range(num + num // 2)]
     evil = tuple(EVIL_BEARER.items())
     channel = grpc.insecure_channel(cluster.grpc)
     stub = pb_grpc.InferenceStub(channel)
@@ -344,7 +334,7 @@ def test_a_crowd_that_never_reads_holds_nobody_up(num, cluster, canary):
         for call in calls:
             call.cancel()
         channel.close()
-    assert time.monotonic() - started < 120
+    assert time.monotonic() - started < 60
     until_quiet(cluster)
 
 

@@ -27,7 +27,7 @@ STOP_S = 10.0
 FAIL_S = 60.0
 """A worker that cannot load ends the start within this."""
 CONFIGS = sorted((REPO / "deploy" / "configs").glob("*.yaml"))
-on_a_cluster = [pytest.mark.faults, pytest.mark.ray, pytest.mark.timeout(240)]
+on_a_cluster = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(240)]
 
 
 def on_ray_marks(function):

@@ -65,3 +65,22 @@ def test_nothing_is_ever_negative():
         model.observe(n, 7, 0.0)
         assert model.prefill_per_token_s >= 0
     model.observe(0, 0, 1.0)
+
+
+def test_a_process_that_stood_still_is_no_slow_worker():
+    """CASES P-19: SIGSTOP for 30 s in the midst of a step; it was not the worker's speed."""
+    model = StepModel(base_s=0.01, per_seq_s=0.001, prefill_per_token_s=0.0001)
+    for _ in range(50):
+        model.observe(0, 32, 0.0032)
+        model.observe(4, 0, 0.014)
+    model.observe(0, 32, 30.0)
+    model.observe(4, 0, 30.0)
+    assert model.predict(0, 32) < 1.5 * 0.0032
+    assert model.predict(4, 0) < 1.5 * 0.014
+
+
+def test_a_worker_that_has_become_slow_is_soon_known_to_be():
+    model = StepModel(base_s=0.01, prefill_per_token_s=0.0001)
+    for _ in range(5):
+        model.observe(0, 32, 0.32)
+    assert model.predict(0, 32) > 0.5 * 0.32
