@@ -116,7 +116,8 @@ def test_a_decode_worker_that_is_killed_in_mid_stream_is_invisible(cluster, how)
     assert cluster.workers[timeline["decode_worker"]].pid != victim_pid
 
     assert stream.text == expected.text
-    assert stream.last["usage"] == expected.last["usage"]
+    for name in ("prompt_tokens", "completion_tokens"):  # what was cached may differ
+        assert stream.last["usage"][name] == expected.last["usage"][name]
     assert stream.logprobs == pytest.approx(expected.logprobs, abs=1e-3)
     if "logprobs" in SAMPLING[how]:
         assert len(stream.logprobs) == NUM_TOKENS

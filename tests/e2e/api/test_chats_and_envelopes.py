@@ -180,8 +180,9 @@ def test_a_body_that_never_ends_holds_nobody_up(caller):
 @pytest.mark.parametrize("by", ["deadline", "timeout_s"])
 def test_a_call_that_takes_too_long_ends_with_its_work(by, caller):
     """CASES P-28: DEADLINE_EXCEEDED, 504 over HTTP; blocks and slots are given back (Q)."""
-    # Long enough in any case: sixteen choices that fill the context.
-    ask = pb.GenerateRequest(prompt="hi", n=16, ignore_eos=True)
+    # Long enough in any case: three choices that fill the context. More would have to wait for
+    # slots, and be refused where that is expected to take longer than the deadline.
+    ask = pb.GenerateRequest(prompt="hi", n=3, ignore_eos=True)
     options = {"timeout": 0.2} if by == "deadline" else {}
     if by == "timeout_s":
         ask.timeout_s = 0.2
@@ -191,7 +192,8 @@ def test_a_call_that_takes_too_long_ends_with_its_work(by, caller):
             with pytest.raises(grpc.RpcError) as ended:
                 list(method(ask, **options)) if method is stub.Generate else method(ask, **options)
             assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    given = {"prompt": "hi", "n": 16, "ignore_eos": True, "timeout_s": 0.2}
+            caller.cluster.wait_quiet(2)
+    given = {"prompt": "hi", "n": 3, "ignore_eos": True, "timeout_s": 0.2}
     assert caller.http_verdict(given).status == 504
     caller.cluster.wait_quiet(2)
 
