@@ -32,6 +32,7 @@ def test_overhead_is_what_the_client_waits_beyond_the_prefill_worker(tmp_path):
         assert str(row.bar) == "value <= 10"
 
 
+@pytest.mark.slow
 def test_isolation_pools_the_gaps_of_all_streams_and_cancels_them(tmp_path):
     with open_doors(FakeDoors(gap_s=0.005, stall_s=0.05)) as doors:
         (row,) = isolation.measure_colocated(make_site(tmp_path), doors, STREAMING)

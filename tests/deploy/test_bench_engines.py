@@ -15,6 +15,7 @@ def tiny(tmp_path_factory):
     return write_tiny_llama(tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.mark.slow
 def test_decode_step_measures_ours_and_both_references(tiny):
     size = decode_step.DecodeStepSize(
         num_seqs=2, context=40, num_steps=2, num_runs=3, dtype=Dtype.FP32

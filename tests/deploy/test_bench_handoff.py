@@ -120,6 +120,7 @@ def make_config(model, transport: TransportKind) -> DeployConfig:
     )
 
 
+@pytest.mark.slow
 async def test_a_real_pair_moves_the_blocks_of_a_prompt_through_shared_memory(tmp_path):
     """P-13: two processes; chunks, a digest, and one link through memory."""
     model = write_tiny_llama(tmp_path / "tiny")
@@ -130,6 +131,7 @@ async def test_a_real_pair_moves_the_blocks_of_a_prompt_through_shared_memory(tm
             assert times.exposed_s > 0
 
 
+@pytest.mark.slow
 async def test_a_pair_that_cannot_start_says_why(tmp_path):
     config = make_config(tmp_path, TransportKind.LOOPBACK)
     with pytest.raises(StartupError, match="a worker ended: "):

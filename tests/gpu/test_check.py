@@ -8,11 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_the_check_holds_and_needs_neither_ray_nor_a_network(tmp_path):
     told = subprocess.run(
         [sys.executable, "-X", "importtime", str(ROOT / "tests" / "gpu" / "check.py")],

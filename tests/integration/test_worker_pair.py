@@ -274,6 +274,7 @@ async def test_tokens_go_through_gloo_and_equal_transformers(model, tmp_path):
 
 
 @pytest.mark.parametrize("kv_dtype", [Dtype.AUTO, Dtype.BF16])
+@pytest.mark.slow
 async def test_pools_may_differ_in_block_size_and_kv_dtype(model, tmp_path, kv_dtype):
     """CASES P-22: a supported pair satisfies P-13; here through shared memory, digested."""
     config = make_config(
