@@ -40,7 +40,8 @@ while [[ $# -gt 0 && $1 != *@* ]]; do shift; done
 [[ $# -gt 1 ]] || exit 0
 export NODE_IP="${1#*@}"
 shift
-exec bash -c "$*" </dev/null
+# One after the other: two nodes that start at once on one machine take the same socket.
+exec flock -o "$HOME/lock" bash -c "$*" </dev/null
 """
 RSYNC = r"""#!/bin/bash
 from="${@: -2:1}" to="${@: -1}"
