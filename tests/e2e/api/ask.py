@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import httpx
+from google.protobuf.json_format import MessageToDict
 
 from cluster.wire import public_v1_pb2 as pb
 from cluster.wire import public_v1_pb2_grpc as pb_grpc
@@ -137,17 +138,18 @@ class Caller:
     def _grpc_whole(self, given: Mapping[str, Any]) -> Answer:
         answer = self._stub.GenerateOnce(grpc_request(given), timeout=TIMEOUT_S)
         choices = [_grpc_choice(choice) for choice in answer.choices]
-        return Answer(choices, _grpc_usage(answer.usage))
+        return Answer(choices, _grpc_usage(answer.usage), _grpc_timelines(answer.choices))
 
     def _grpc_streamed(self, given: Mapping[str, Any]) -> Answer:
         found: defaultdict[int, Choice] = defaultdict(Choice)
-        usage = None
+        usage, timelines = None, []
         for message in self._stub.Generate(grpc_request(given), timeout=TIMEOUT_S):
             assert usage is None, "a message after the last"
             _merge(found[message.index], _grpc_choice(message))
+            timelines += _grpc_timelines([message])
             if message.HasField("usage"):
                 usage = _grpc_usage(message.usage)
-        return Answer([found[index] for index in sorted(found)], usage)
+        return Answer([found[index] for index in sorted(found)], usage, timelines)
 
     def _post(self, given: Mapping[str, Any]) -> dict[str, Any]:
         return json.loads(self._post_text(given), parse_constant=_no_constant)
@@ -226,6 +228,18 @@ def _grpc_scores(entries: Iterable[pb.TokenLogprobs]) -> Iterable[Scored]:
 def _grpc_usage(usage: pb.Usage) -> tuple[int, int]:
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
     return usage.prompt_tokens, usage.completion_tokens
+
+
+def _grpc_timelines(messages) -> list[dict[str, Any]]:
+    return [
+        MessageToDict(
+            message.timeline,
+            preserving_proto_field_name=True,
+            always_print_fields_with_no_presence=True,
+        )
+        for message in messages
+        if message.HasField("timeline")
+    ]
 
 
 def _timelines(added: Mapping[str, Any]) -> list[dict[str, Any]]:
