@@ -17,9 +17,7 @@ from tests.e2e.clients.aiperf import run_aiperf
 from tests.e2e.plain_cluster import free_ports
 from tests.e2e.ray_cluster import ray_cluster
 
-pytestmark = [
-    pytest.mark.clients, pytest.mark.smollm, pytest.mark.ray, pytest.mark.timeout(400)
-]  # fmt: skip
+pytestmark = [pytest.mark.clients, pytest.mark.ray, pytest.mark.timeout(400)]
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 GREEDY = {"model": TRIAL_NAME, "messages": QUESTION, "max_tokens": 20, "temperature": 0}
 ANSWER = "The capital of France is Paris."
