@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 QUESTION = "What is the capital of France?"
 _TRIAL_ANSWER = "Paris"
 _MAX_TOKENS = 48
-_LONGER_BY = 64
-"""Tokens of the longer prompt beyond those that a decode worker may compute by itself."""
+_LONGER_TOKENS_OUT = 2
+"""Of the longer prompt: the second comes from the decode worker."""
 _TIMEOUT_S = 60.0
 
 
@@ -51,7 +51,7 @@ def prove(config: DeployConfig) -> str:
         sys.stdout.write(f"{timeline_text(answer.timeline)}\n\n")
     sys.stdout.flush()
     lack = what_lacks(config, answer)
-    if not lack and _was_local(answer) and config.scheduling.local_prefill is LocalPrefill.AUTO:
+    if not lack and _was_local(answer) and _hands_over(config):
         lack = _missing_handoff(config, _ask(config, _longer_prompt(config), is_shown=False))
     if lack:
         raise StartupError(f"the proof failed: {lack}")
@@ -108,10 +108,21 @@ def _question() -> dict[str, dict[str, Any]]:
     }
 
 
+def _hands_over(config: DeployConfig) -> bool:
+    """Whether there are prompts that no decode worker computes by itself, and they fit."""
+    rule = config.scheduling
+    fits = config.model.max_model_len >= _num_longer_tokens(config) + _LONGER_TOKENS_OUT
+    return rule.local_prefill is LocalPrefill.AUTO and fits
+
+
+def _num_longer_tokens(config: DeployConfig) -> int:
+    return config.scheduling.local_prefill_tokens + 1
+
+
 def _longer_prompt(config: DeployConfig) -> dict[str, dict[str, Any]]:
-    num_tokens = config.scheduling.local_prefill_tokens + _LONGER_BY
-    ids = [1 + number % _LONGER_BY for number in range(num_tokens)]
-    return {"completions": {"prompt": ids, "max_tokens": 2, "ignore_eos": True}}
+    ids = [1 + number % 50 for number in range(_num_longer_tokens(config))]
+    options = {"max_tokens": _LONGER_TOKENS_OUT, "ignore_eos": True}
+    return {"completions": {"prompt": ids, **options}}
 
 
 def _ask(config: DeployConfig, asks: dict[str, dict[str, Any]], *, is_shown: bool) -> Answer:

@@ -183,6 +183,15 @@ def test_a_longer_prompt_proves_the_handoff_where_the_question_was_too_short(
     assert "and then" not in capsys.readouterr().out
 
 
+def test_a_context_too_short_for_a_longer_prompt_is_no_failure(door):
+    door.answers.append(
+        stream_of(event("Paris."), event(None, "stop", pdserve={"timeline": LOCAL}))
+    )
+    config = config_of(door)
+    model = dataclasses.replace(config.model, max_model_len=66)  # 65 and two tokens are one more
+    assert proof.prove(dataclasses.replace(config, model=model)) == "Paris."
+
+
 def test_where_all_are_computed_where_they_are_decoded_nothing_is_asked_for(door):
     door.answers.append(
         stream_of(event("Paris."), event(None, "stop", pdserve={"timeline": LOCAL}))
