@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from cluster import config_rules, config_tree
+from cluster.config_security import AuthConfig, SecurityConfig
 from cluster.config_shape import (
     DEFAULT_KV_TOKENS,
     HEAD,
     MAX_TIER_CHARS,
-    AuthConfig,
     Batching,
     DeployConfig,
     Device,
@@ -32,8 +32,8 @@ from cluster.config_shape import (
     Preemption,
     Role,
     RouterConfig,
+    ScalingConfig,
     SchedulingConfig,
-    SecurityConfig,
     TransportKind,
 )
 from cluster.errors import ConfigError
@@ -62,6 +62,7 @@ __all__ = [
     "Preemption",
     "Role",
     "RouterConfig",
+    "ScalingConfig",
     "SchedulingConfig",
     "SecurityConfig",
     "TransportKind",

@@ -7,7 +7,7 @@ import ipaddress
 import re
 from typing import TYPE_CHECKING
 
-from cluster import config_tree
+from cluster import config_security, config_tree
 from cluster.config_shape import (
     DEFAULT_KV_TOKENS,
     HEAD,
@@ -24,11 +24,9 @@ from cluster.errors import ConfigError
 
 if TYPE_CHECKING:
     from cluster.config_shape import (
-        AuthConfig,
         DeployConfig,
         PoolConfig,
         SchedulingConfig,
-        SecurityConfig,
     )
 
 
@@ -41,11 +39,8 @@ def check(config: DeployConfig) -> None:
     if Role.MIXED not in roles and not {Role.PREFILL, Role.DECODE} <= roles:
         raise ConfigError("pools: need a prefill and a decode pool, or a mixed one", field="pools")
     for pool in config.pools:
-        _check_pool(pool)
-        _check_hardware(pool, config)
-        _check_batching(pool, config.scheduling)
-        _check_swap(pool, config.scheduling)
-        _check_prefix(pool)
+        check_role(config, pool, pool.role)
+        _check_count(pool, config.host)
         if config.service_cores and not pool.cores:
             raise ConfigError(
                 f"pools.{pool.name}.cores: needed where service_cores is set",
@@ -56,13 +51,24 @@ def check(config: DeployConfig) -> None:
         for name in names_of_positive:
             _check_positive(f"{section}.{name}", getattr(getattr(config, section), name))
     _check_tiers(config.scheduling)
+    _check_floors(config)
     _check_faults(config)
-    _check_auth(config.auth)
-    _check_security(config.security)
+    config_security.check_auth(config.auth)
+    config_security.check(config.security)
     _check_address(config)
     ports = [getattr(config.endpoints, f"{door}_port") for door in ("http", "grpc", "control")]
     if any(not 0 < port < 65536 for port in ports) or len(set(ports)) != len(ports):
         raise ConfigError("endpoints: ports must be 1 to 65535 and differ", field="endpoints")
+
+
+def check_role(config: DeployConfig, pool: PoolConfig, role: Role) -> None:
+    """Raise ConfigError, naming the keys, where a worker of ``pool`` could not serve as ``role``."""
+    pool = dataclasses.replace(pool, role=role)
+    _check_pool(pool)
+    _check_hardware(pool, config)
+    _check_batching(pool, config.scheduling)
+    _check_swap(pool, config.scheduling)
+    _check_prefix(pool)
 
 
 def _check_address(config: DeployConfig) -> None:
@@ -101,24 +107,6 @@ def _check_faults(config: DeployConfig) -> None:
         )
 
 
-def _check_auth(auth: AuthConfig) -> None:
-    if auth.keys_file and not auth.keys_file.startswith("/"):
-        raise ConfigError(
-            "auth.keys_file: must be an absolute path, since routers may start in any folder",
-            field="auth.keys_file",
-        )
-
-
-def _check_security(security: SecurityConfig) -> None:
-    path = "security.cluster_token_file"
-    if security.cluster_token_file and security.cluster_token_env:
-        raise ConfigError(f"{path}: security.cluster_token_env names the token already", field=path)
-    if security.cluster_token_file and not security.cluster_token_file.startswith("/"):
-        raise ConfigError(
-            f"{path}: must be an absolute path, since it is read on every node", field=path
-        )
-
-
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches an address; a name is none."""
     try:
@@ -136,6 +124,7 @@ _POSITIVE = {
         "aging_s", "max_preemptions", "max_queue_requests", "max_queue_tokens", "run_ahead_tokens",
         "tenant_queue_share", "local_prefill_tokens",
     ),
+    "scaling": ("ttft_target_s", "quiet_s", "start_s"),
     "router": ("replicas",),
 }  # fmt: skip
 _POSITIVE_OF_POOL = (
@@ -166,15 +155,76 @@ def _check_pool(pool: PoolConfig) -> None:
             f"{pool.token_budget}",
             field=f"{path}.chunk_tokens",
         )
-    if pool.cores and len(pool.cores) < pool.count * pool.cores_per_worker:
+    if pool.cores and len(pool.cores) < pool.max_count * pool.cores_per_worker:
+        most = "max" if pool.is_scaled else "count"
         raise ConfigError(
-            f"{path}.cores: fewer than count x cores_per_worker", field=f"{path}.cores"
+            f"{path}.cores: fewer than {most} x cores_per_worker", field=f"{path}.cores"
         )
+
+
+def _check_count(pool: PoolConfig, host: Host) -> None:
+    """Refuse a pool whose numbers of workers contradict one another, or its host."""
+    path = f"pools.{pool.name}"
+    if not pool.is_scaled:
+        if pool.max < 0:
+            raise ConfigError(f"{path}.max: must not be below 0", field=f"{path}.max")
+        if pool.min != 1:
+            raise ConfigError(
+                f"{path}.min: needs {path}.max; for a fixed number of workers use {path}.count",
+                field=f"{path}.min",
+            )
+        return
+    if not 0 <= pool.min <= pool.max:
+        raise ConfigError(
+            f"{path}.min: {pool.min} is not between 0 and {path}.max, {pool.max}",
+            field=f"{path}.min",
+        )
+    if pool.count != 1:
+        raise ConfigError(
+            f"{path}.count: {path}.max says that workers come and go: use min and max, or count",
+            field=f"{path}.count",
+        )
+    if host is Host.INLINE:
+        raise ConfigError(
+            f"{path}.max: host inline runs a fixed number of workers: use {path}.count",
+            field=f"{path}.max",
+        )
+
+
+def _check_floors(config: DeployConfig) -> None:
+    """Refuse a pool that may be empty where requests need it: they would be turned away."""
+    if config.scaling.tpot_target_s < 0:
+        field = "scaling.tpot_target_s"
+        raise ConfigError(f"{field}: must not be below 0", field=field)
+    for role in (Role.PREFILL, Role.DECODE):
+        serving = [pool for pool in config.pools if pool.role in (role, Role.MIXED)]
+        staying = [pool for pool in serving if pool.min_count > 0]
+        largest = max((pool.kv_tokens for pool in staying), default=0)
+        for pool in serving:
+            field = f"pools.{pool.name}.min"
+            if pool.min_count > 0:
+                continue
+            if not staying:
+                raise ConfigError(
+                    f"{field}: 0, and no other pool keeps a {role.value} worker: requests would "
+                    "be refused until one is there",
+                    field=field,
+                )
+            needed = min(pool.kv_tokens, config.model.max_model_len)
+            if largest < needed and not any(other.kv_bytes for other in serving):
+                raise ConfigError(
+                    f"{field}: 0, and no {role.value} worker that stays has the kv_tokens for a "
+                    f"request of {needed} tokens, as these have",
+                    field=field,
+                )
 
 
 def _check_hardware(pool: PoolConfig, config: DeployConfig) -> None:
     path = f"pools.{pool.name}"
-    for name in ("cpus_per_worker", "gpus_per_worker", "cost_per_hour", "kv_bytes"):
+    not_below_0 = (
+        "cpus_per_worker", "gpus_per_worker", "cost_per_hour", "prefill_tokens_per_s", "kv_bytes",
+    )  # fmt: skip
+    for name in not_below_0:
         if getattr(pool, name) < 0:
             raise ConfigError(f"{path}.{name}: must not be below 0", field=f"{path}.{name}")
     for key, value in pool.node_labels.items():

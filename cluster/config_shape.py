@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cluster import config_tree
+from cluster.config_security import AuthConfig, SecurityConfig
 
 MAX_TIER_CHARS = 32
 """Of a tier's name."""
@@ -81,7 +82,7 @@ class Batching(enum.Enum):
 
     CONTINUOUS = "continuous"
     STATIC = "static"
-    """When the last batch has ended to its last member."""
+    """When the last batch has ended to its last member, and nobody has come for 10 ms."""
     DYNAMIC = "dynamic"
     """As static, once the new batch is full or has collected for a window."""
 
@@ -121,6 +122,11 @@ class PoolConfig:
     name: str
     role: Role
     count: int = 1
+    """Workers, where neither ``min`` nor ``max`` says otherwise."""
+    min: int = 1
+    """Workers at least, where there is a ``max``. 0 only beside a pool that serves the same."""
+    max: int = 0
+    """Workers at most, as the load asks for them; 0: there are ``count``, whatever the load."""
     device: Device = Device.CPU
     dtype: Dtype = Dtype.AUTO
     kv_dtype: Dtype = Dtype.AUTO
@@ -138,6 +144,9 @@ class PoolConfig:
     """Labels that a node has to have."""
     cost_per_hour: float = 0.0
     """Of one worker, in whatever currency all pools use."""
+    prefill_tokens_per_s: float = 0.0
+    """Prompt tokens that one worker computes in a second, until one has shown what it does; 0:
+    as many as those of other pools. Only scaling asks for it."""
     block_size: int = 16
     """Tokens per KV block."""
     kv_tokens: int = DEFAULT_KV_TOKENS
@@ -149,7 +158,8 @@ class PoolConfig:
     token_budget: int = 2048
     """Tokens computed in one step at most."""
     chunk_tokens: int = 512
-    """A prompt's share of a step at most; 0: the whole prompt, within the budget."""
+    """A prompt's share of a step at most; 0: the whole prompt, within the budget. A step cuts one
+    prompt only; what it can end beside that, it ends."""
     batching: Batching = Batching.CONTINUOUS
     batch_size: int = 0
     """Members of a static or dynamic batch at most; 0: ``max_num_seqs``."""
@@ -164,6 +174,21 @@ class PoolConfig:
     """KV of preempted sequences that one worker keeps in CPU memory at most, in tokens, with
     ``scheduling.preemption: swap``; 0: as much as ``kv_tokens``. What finds no room there is
     computed again."""
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether its workers come and go with the load."""
+        return self.max > 0
+
+    @property
+    def min_count(self) -> int:
+        """Workers at least."""
+        return self.min if self.is_scaled else self.count
+
+    @property
+    def max_count(self) -> int:
+        """Workers at most."""
+        return self.max if self.is_scaled else self.count
 
     @property
     def num_blocks(self) -> int:
@@ -216,6 +241,20 @@ class SchedulingConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingConfig:
+    """What pools with a ``max`` are scaled for."""
+
+    ttft_target_s: float = 1.0
+    """For a prompt to wait behind others before it is computed, at most."""
+    tpot_target_s: float = 0.0
+    """For a decode step at most; 0: slots and KV alone say how much a worker decodes."""
+    quiet_s: float = 120.0
+    """For so long the load has to have been low before a worker goes."""
+    start_s: float = 600.0
+    """A worker that isn't there after so long counts for nothing: others are taken in its place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LimitsConfig:
     """Caps that are checked before work in proportion to them."""
 
@@ -253,37 +292,15 @@ class LimitsConfig:
     """How long prefilled KV waits for another decode worker after a handoff failed."""
     reserve_patience_s: float = 1.0
     """How long an offered export waits for blocks on its decode worker before it is refused."""
+    drain_s: float = 30.0
+    """For what runs on a worker or router that is told to end; what is left then goes on elsewhere.
+    One that has nothing left ends at once."""
     stream_kv: bool = True
     """Whether finished blocks are sent while later chunks compute; else all at the end."""
     link_idle_s: float = 60.0
     """A link that carried nothing for so long is closed; the next handoff dials a new one."""
     kv_digest: bool = False
     """Whether KV is digested before it is sent and after it came; corrupted KV is recomputed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AuthConfig:
-    """Where API keys are read from, ``tenant=key`` a line; nothing set: no key is needed."""
-
-    keys_file: str = ""
-    """A file, on each host that runs a router."""
-    keys_env: str = ""
-    """An environment variable of the routers."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SecurityConfig:
-    """Where the cluster token is read from: who shows it belongs to the cluster."""
-
-    cluster_token_file: str = ""
-    """A file with nothing else, on every node."""
-    cluster_token_env: str = ""
-    """An environment variable of Ray on every node, and of the commands that ask the cluster."""
-
-    @property
-    def has_token(self) -> bool:
-        """Whether one is asked for."""
-        return bool(self.cluster_token_file or self.cluster_token_env)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,6 +345,7 @@ class DeployConfig:
     transport: TransportKind = TransportKind.TORCH_DIST
     model: ModelConfig = field(default_factory=ModelConfig)
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
+    scaling: ScalingConfig = field(default_factory=ScalingConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     auth: AuthConfig = field(default_factory=AuthConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)

@@ -12,6 +12,10 @@ LOGPROB_FLOOR = -9999.0
 """Stands for every log-probability at or below it, minus infinity too: it must fit into JSON."""
 
 
+MAX_PREFIX_NAMES = 32
+"""Of one prompt: the stride is doubled until so many are enough."""
+
+
 class FinishReason(enum.Enum):
     """Why a choice ended well; the values are OpenAI's."""
 
@@ -70,6 +74,20 @@ class SamplingParams:
         return bool(
             self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptPrefix:
+    """The names of a prompt's beginnings, the shortest first: keyed digests of tenant and tokens.
+
+    names:  [ stride tokens ) [ stride tokens ) ...     each stands for all before its end
+    """
+
+    stride_tokens: int = 0
+    names: tuple[int, ...] = ()
+
+
+NO_PREFIX = PromptPrefix()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +157,8 @@ class Leg:
     """Name of its tier; empty: the default one."""
     expected_tokens: int | None = None
     """The client's guess at its output's length."""
+    prefix: PromptPrefix = NO_PREFIX
+    """By which the control plane is told what of the prompt is cached no more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,20 +28,22 @@ SLICE_BYTES = 1 << 20
 class BlockWriter(Protocol):
     """The cache, as the receiver needs it; called on link threads."""
 
-    def import_blocks(self, block_ids: tuple[int, ...], staged_B: Tensor) -> None:
-        """Copy whole blocks of our layout out of ``staged_B``."""
+    def import_blocks(
+        self, block_ids: tuple[int, ...], staged_B: Tensor, layers: range | None = None
+    ) -> None:
+        """Copy these layers of blocks of our layout out of ``staged_B``."""
         ...
 
     def import_foreign(
         self,
         block_ids: tuple[int, ...],
-        first_token: int,
-        num_tokens: int,
+        tokens: range,
         staged_B: Tensor,
         theirs: KVLayout,
+        layers: range | None = None,
     ) -> None:
-        """Convert whole blocks of another layout: tokens ``first_token ..`` of the export whose
-        blocks here are ``block_ids``."""
+        """Convert these layers of blocks of another layout: ``tokens`` of the export whose blocks
+        here are ``block_ids``."""
         ...
 
 
@@ -58,8 +60,11 @@ class Landing:
         self._lock = threading.Lock()
         self._is_copying = False
         self._theirs: KVLayout | None = None
-        self._num_announced = 0
-        self._num_landed = 0
+        self._band = range(0)
+        """Of the sender's blocks: the one that was announced last."""
+        self._num_layers = 0
+        """Of that band, announced so far."""
+        self._num_announced_bytes = 0
         self.num_bytes = 0
         """Of the segments that were written."""
 
@@ -67,15 +72,18 @@ class Landing:
         """Expect a segment, and return whether it is the first one.
 
         The manifest was checked for itself: its layout can be taken, and it ends within its
-        export. Raises HandoffFailed unless it begins where the last one ended.
+        export. Raises HandoffFailed unless it begins where the last one ended: it goes on with
+        the layers of its band, or begins the next band with the first layer. So when the last
+        one is due, every layer of every block is due exactly once.
         """
         theirs = manifest.sender_layout()
-        if manifest.first_block != self._num_announced:
-            raise HandoffFailed(
-                f"manifest.first_block: {manifest.first_block}, expected {self._num_announced}",
-                stage="handoff",
-                field="first_block",
-            )
+        if 0 < self._num_layers < theirs.num_layers:
+            self._expect(manifest, "first_block", self._band.start)
+            self._expect(manifest, "num_blocks", len(self._band))
+            self._expect(manifest, "first_layer", self._num_layers)
+        else:
+            self._expect(manifest, "first_block", self._band.stop)
+            self._expect(manifest, "first_layer", 0)
         if self._theirs not in (None, theirs):
             raise HandoffFailed(
                 "manifest.layout: not that of the segments before it",
@@ -86,14 +94,14 @@ class Landing:
         if is_first:
             self.handoff.advance(HandoffState.SENDING)
         self._theirs = theirs
-        self._num_announced += manifest.num_blocks
+        self._band, self._num_layers = manifest.blocks, manifest.layers.stop
+        self._num_announced_bytes += manifest.num_bytes
         return is_first
 
     def landed(self, manifest: Manifest) -> bool:
         """Note that all bytes of a segment were written; whether the export is whole now."""
-        self._num_landed += manifest.num_blocks
         self.num_bytes += manifest.num_bytes
-        return manifest.is_last and self._num_landed == self._num_announced
+        return manifest.is_last and self.num_bytes == self._num_announced_bytes
 
     def write(self, manifest: Manifest, start: int, num_blocks: int, staged_B: Tensor) -> None:
         """Write that part of a segment; nothing once the handoff is not being sent any more.
@@ -137,6 +145,13 @@ class Landing:
             else:
                 self._pool.cancel(self.handoff.handoff_id)
 
+    def _expect(self, manifest: Manifest, name: str, expected: int) -> None:
+        value = getattr(manifest, name)
+        if value != expected:
+            raise HandoffFailed(
+                f"manifest.{name}: {value}, expected {expected}", stage="handoff", field=name
+            )
+
     def _begin_copy(self) -> tuple[int, ...] | None:
         with self._lock:
             block_ids = self.writable()
@@ -158,9 +173,10 @@ class Landing:
     ) -> None:
         theirs = self._theirs
         assert theirs is not None, "announced before its bytes come"
+        end_block, layers = first_block + num_blocks, manifest.layers
         if theirs == self._layout:
-            self._cache.import_blocks(block_ids[first_block : first_block + num_blocks], slice_B)
+            self._cache.import_blocks(block_ids[first_block:end_block], slice_B, layers)
             return
-        first_token = first_block * theirs.block_size
-        num_tokens = min(num_blocks * theirs.block_size, manifest.num_tokens - first_token)
-        self._cache.import_foreign(block_ids, first_token, num_tokens, slice_B, theirs)
+        size = theirs.block_size
+        tokens = range(first_block * size, min(end_block * size, manifest.num_tokens))
+        self._cache.import_foreign(block_ids, tokens, slice_B, theirs, layers)

@@ -5,8 +5,8 @@ The life of a DECODE leg, as queues; each line names what moves it on:
  1. waiting for its offer    ``start_leg`` gives it to ``Inbox.leg_arrived``; either comes first
  2. waiting for blocks       ``Inbox.reserve_waiting``: free blocks, first come first served
  3. reserved, being sent     ``Inbox.on_signal``: the manifest, then the bytes, piece by piece
- 4. the engine's queue       ``on_imported``: its first token goes out again, its sequence has
-                             the prompt computed and the imported blocks under its key
+ 4. the engine's queue       ``on_imported``, ``_go_on``: its first token goes out again, its
+                             sequence has the prompt computed and the imported blocks under its key
  5. streaming                ``on_step``: growth and preemption are the engine's
  6. over                     ``_left_engine``: LegEnd with the times; the engine freed the blocks
 
@@ -18,6 +18,7 @@ engine.
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from cluster.clock import Clock
     from cluster.engine.plan import SequenceEnd, StepEvents
     from cluster.request import Leg, LegKey, TokenLogprobs
+    from cluster.rpc.errands import Errands
     from decode_worker.inbox import Inbox
 
 logger = logging.getLogger(__name__)
@@ -49,9 +51,11 @@ class DecodeHalf:
         inbox: Inbox,
         clock: Clock,
         eos_ids: frozenset[int],
+        errands: Errands,
         on_change: Callable[[], None] | None = None,
     ) -> None:
         self._engine = engine
+        self._errands = errands
         self._clock = clock
         self._eos_ids = eos_ids
         self.inbox = inbox
@@ -128,16 +132,27 @@ class DecodeHalf:
     def on_imported(
         self, opened: OpenLeg, output_ids: tuple[int, ...], logprobs: TokenLogprobs | None
     ) -> None:
-        """Repeat the first token, for the router may not have it, and go on after it."""
-        now = self._clock.now()
-        sequence = opened.sequence(self._eos_ids, now)
+        """Take over a leg with its blocks, and go on with it once the COMMIT is out.
+
+        Else the step thread would hold up what the sender's blocks wait for.
+        """
+        self._in_engine.add(opened.key)
+        self._errands.soon(functools.partial(self._go_on, opened, output_ids, logprobs))
+
+    def _go_on(
+        self, opened: OpenLeg, output_ids: tuple[int, ...], logprobs: TokenLogprobs | None
+    ) -> None:
+        """Repeat the first token, for the router may not have it, and compute those after it."""
+        sequence = opened.sequence(self._eos_ids, self._clock.now())
         sequence.num_computed_tokens = sequence.num_tokens
         sequence.output_ids = list(output_ids)
-        self._in_engine.add(opened.key)
         self._engine.add(sequence)
         first = Token(opened.key, len(output_ids) - 1, output_ids[-1], logprobs)
         self.book.token(opened, first)
         self.book.flush()
+        if opened.aborted is not None:
+            # Given up meanwhile, when the engine knew nothing of it.
+            self._engine.abort(opened.key, opened.error or Cancelled("stopped", stage=STAGE))
 
     def on_handoff_over(
         self, opened: OpenLeg, cause: AbortCause, error: PdserveError | None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ray import serve
 
 from cluster import config as deploy_config
+from deploy.autoscale import CONTROL
 from deploy.control_actor import ControlReplica
 from deploy.router_actor import RouterReplica
 from deploy.worker_actor import WorkerReplica
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 
     from cluster.config import PoolConfig
 
+_END_S = 2.0
+"""For a replica to end, before Serve does it by force."""
+_WAIT_LOOP_S = 0.1
+
 
 def build(args: dict[str, Any]) -> Application:
     """Return the application that its arguments (see ``serve_config``) describe."""
@@ -29,15 +34,17 @@ def build(args: dict[str, Any]) -> Application:
     config = deploy_config.from_tree(tree)
     # The control plane's port is fixed, so it has to be where clients look for it.
     on_head = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}
-    control = _deployment(ControlReplica, "control", 1, on_head).bind(tree, run_dir)
+    control = _deployment(ControlReplica, CONTROL, 1, on_head).bind(tree, run_dir)
+    # Workers and routers drain first, and only then end.
+    end_s = config.limits.drain_s + 2 * _END_S
     pools = [
-        _deployment(WorkerReplica, pool.name, pool.count, _actor_options(pool)).bind(
+        _deployment(WorkerReplica, pool.name, pool.count, _actor_options(pool), end_s).bind(
             tree, pool.name, folder, run_dir
         )
         for pool in config.pools
     ]
     # So are the doors: clients know the head node's address.
-    router = _deployment(RouterReplica, "router", config.router.replicas, on_head)
+    router = _deployment(RouterReplica, "router", config.router.replicas, on_head, end_s)
     return router.bind(tree, folder, run_dir, control, *pools)
 
 
@@ -46,16 +53,20 @@ def _deployment(
     name: str,
     count: int,
     actor_options: dict[str, Any],
+    end_s: float = _END_S,
 ) -> Deployment:
     deploy: Callable[..., Deployment] = serve.deployment(
         name=name,
+        # Of a pool that is scaled the config file says it otherwise (``autoscale``).
         num_replicas=count,
         ray_actor_options=actor_options,
         # A start that fails is told at once; one that fails after a crash is tried for ever.
         max_constructor_retry_count=1,
         health_check_period_s=1.0,
         health_check_timeout_s=10.0,
-        graceful_shutdown_timeout_s=2.0,
+        # No call of ours goes through Serve, so there is none that it should wait for.
+        graceful_shutdown_wait_loop_s=_WAIT_LOOP_S,
+        graceful_shutdown_timeout_s=end_s,
     )
     return deploy(replica)
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from cluster.config import Role
 from deploy import commands
-from deploy.client import KEY_VARIABLE
+from deploy.client import CERTIFICATE_VARIABLE, KEY_FILE_VARIABLE, KEY_VARIABLE
+from deploy.doors import http_url
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,21 +27,21 @@ def calls_text(config: DeployConfig, arguments: Sequence[str] = ()) -> str:
     endpoints, limits = config.endpoints, config.limits
     decoding = [pool for pool in config.pools if pool.role is not Role.PREFILL]
     values = {
-        "http": f"http://{endpoints.host}:{endpoints.http_port}",
+        "http": http_url(config, by_name=True),
         "grpc": f"{endpoints.host}:{endpoints.grpc_port}",
         "model": config.model.name,
         "python": commands.python(),
         "generate": commands.pdserve("generate", *arguments, "Tell me a short story."),
         "status": commands.pdserve("status", *arguments),
         "context": config.model.max_model_len,
-        "slots": sum(pool.count * pool.max_num_seqs for pool in decoding),
-        "kv": sum(pool.count * pool.kv_tokens for pool in decoding),
+        "slots": sum(pool.max_count * pool.max_num_seqs for pool in decoding),
+        "kv": sum(pool.max_count * pool.kv_tokens for pool in decoding),
         "deadline": f"{limits.default_deadline_s:g}",
         "queue": config.scheduling.max_queue_requests,
     }
     values["body"] = shlex.quote(_BODY.format_map(values))
     values["keys"], values["curl_key"], values["grpcurl_key"] = _keys(config)
-    return _CALLS.format_map(values)
+    return _CALLS.format_map(values | _tls(config))
 
 
 def _keys(config: DeployConfig) -> tuple[str, str, str]:
@@ -51,21 +52,41 @@ def _keys(config: DeployConfig) -> tuple[str, str, str]:
     return f"an API key, the calls above take it from {KEY_VARIABLE}", f" {entry}", f" {entry}"
 
 
+def _tls(config: DeployConfig) -> dict[str, str]:
+    """Return how curl, grpcurl and the Python client are told whom to trust, and what to show."""
+    security, endpoints = config.security, config.endpoints
+    if not security.has_door_tls:
+        return {"curl_tls": "", "grpcurl_tls": " -plaintext", "tls": "", "with_tls": ""}
+    curl = grpcurl = ""
+    if security.door_ca_file:
+        ca_file = shlex.quote(security.door_ca_file)
+        curl, grpcurl = f" --cacert {ca_file}", f" -cacert {ca_file}"
+    if name := security.door_certificate_name:
+        curl += f" --connect-to ::{endpoints.host}:{endpoints.http_port}"
+        grpcurl += f" -authority {name}"
+    if security.door_clients_ca_file:
+        own = f'"${CERTIFICATE_VARIABLE}"', f'"${KEY_FILE_VARIABLE}"'
+        curl += " --cert {} --key {}".format(*own)
+        grpcurl += " -cert {} -key {}".format(*own)
+    tls = f', tls=ClientTls(ca_file="{security.door_ca_file}", server_name="{name}")'
+    return {"curl_tls": curl, "grpcurl_tls": grpcurl, "tls": tls, "with_tls": ", ClientTls"}
+
+
 _BODY = """{{
   "model": "{model}", "stream": true,
   "messages": [{{"role": "user", "content": "Tell me a short story."}}]}}"""
 
 _CALLS = """\
-curl {http}/v1/chat/completions -H 'content-type: application/json'{curl_key} -d {body}
+curl {http}/v1/chat/completions -H 'content-type: application/json'{curl_key}{curl_tls} -d {body}
 
 {python} -c '
-from deploy.client import Client
-with Client("{grpc}") as client:
+from deploy.client import Client{with_tls}
+with Client("{grpc}"{tls}) as client:
     for piece in client.generate(messages=[("user", "Tell me a short story.")], max_tokens=64):
         print(piece.text, end="", flush=True)
 print()'
 
-grpcurl -plaintext{grpcurl_key} -d '{{"prompt": "Once upon a time", "max_tokens": 32}}' \\
+grpcurl{grpcurl_tls}{grpcurl_key} -d '{{"prompt": "Once upon a time", "max_tokens": 32}}' \\
   {grpc} pdserve.v1.Inference/Generate
 
 {generate}

@@ -61,6 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--json", action="store_true", help="print JSON")
     status.set_defaults(run=_status)
 
+    _add_orders(commands)
+
     generate = commands.add_parser("generate", help="stream one answer and its timeline")
     _add_config(generate)
     generate.add_argument("prompt")
@@ -105,6 +107,19 @@ def _add_cluster_commands(commands: argparse._SubParsersAction[argparse.Argument
     deploy.add_argument("--wait-nodes", type=float, default=0.0, metavar="SECONDS")
     deploy.add_argument("--wait-ready", type=float, default=1800.0, metavar="SECONDS")
     deploy.set_defaults(run=_deploy)
+
+
+def _add_orders(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    drain = commands.add_parser("drain", help="have a worker end what it has, and leave")
+    _add_config(drain)
+    drain.add_argument("worker", metavar="WORKER", help="its id, as `pdserve status` shows it")
+    drain.set_defaults(run=_drain)
+
+    set_role = commands.add_parser("set-role", help="drain a worker; it comes back in a role")
+    _add_config(set_role)
+    set_role.add_argument("worker", metavar="WORKER", help="its id, as `pdserve status` shows it")
+    set_role.add_argument("role", choices=[role.value for role in deploy_config.Role])
+    set_role.set_defaults(run=_set_role)
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
@@ -212,6 +227,18 @@ def _status(arguments: argparse.Namespace) -> int:
     from deploy import status
 
     return status.show(_load(arguments), is_json=arguments.json)
+
+
+def _drain(arguments: argparse.Namespace) -> int:
+    from deploy import orders
+
+    return orders.drain(_load(arguments), arguments.worker)
+
+
+def _set_role(arguments: argparse.Namespace) -> int:
+    from deploy import orders
+
+    return orders.set_role(_load(arguments), arguments.worker, deploy_config.Role(arguments.role))
 
 
 def _generate(arguments: argparse.Namespace) -> int:

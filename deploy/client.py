@@ -5,12 +5,17 @@ with Client("127.0.0.1:8001") as client:
         print(piece.text, end="")
 
 Where the cluster has API keys, ``Client(address, api_key=...)``; ``PDSERVE_API_KEY`` is taken where
-none is given. Fields of requests and answers are those of ``public_v1.proto``.
+none is given. Where its doors speak TLS, ``Client(address, tls=ClientTls(ca_file=...))``, and
+where they ask for a certificate, its own from ``PDSERVE_CLIENT_CERTIFICATE`` and
+``PDSERVE_CLIENT_KEY``. Fields of requests and answers are those of ``public_v1.proto``.
 """
 
 from __future__ import annotations
 
 import os
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
@@ -28,6 +33,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 KEY_VARIABLE = "PDSERVE_API_KEY"
+CERTIFICATE_VARIABLE, KEY_FILE_VARIABLE = "PDSERVE_CLIENT_CERTIFICATE", "PDSERVE_CLIENT_KEY"
 _MAX_REPLY_BYTES = 256 << 20
 # The address is a door: a proxy of the environment has no part in it. An answer in one piece with
 # logprobs is larger than the 4 MB that gRPC takes unasked.
@@ -39,14 +45,61 @@ _BY_CODE = errors.BY_CODE
 _BY_GRPC_CODE = {error.grpc_code: error for error in errors.BY_CODE.values()}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientTls:
+    """Whom a client trusts at a door that speaks TLS, and what it shows there. Files are PEM."""
+
+    ca_file: str = ""
+    """Who has signed the door's certificate; empty: whom this machine trusts."""
+    certificate_file: str = ""
+    """The client's own, where the door asks for one; empty: what the variable names, if any."""
+    key_file: str = ""
+    server_name: str = ""
+    """The name in the door's certificate; empty: the address that is called."""
+
+    def context(self) -> ssl.SSLContext:
+        """Return it for HTTP; raises StartupError where a file can't be used."""
+        certificate_file, key_file = self._own()
+        named = self.ca_file or CERTIFICATE_VARIABLE
+        try:
+            context = ssl.create_default_context(cafile=self.ca_file or None)
+            if certificate_file:
+                named = f"{certificate_file} with {key_file}"
+                context.load_cert_chain(certificate_file, key_file)
+        except OSError as error:
+            raise errors.StartupError(f"{named}: no certificate to use: {error}") from error
+        return context
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Return it for gRPC; raises StartupError where a file can't be used."""
+        self.context()
+        # gRPC's own list of roots is not this machine's: it is given the same as HTTP.
+        ca_file = self.ca_file or ssl.get_default_verify_paths().cafile
+        certificate_file, key_file = self._own()
+        return grpc.ssl_channel_credentials(
+            root_certificates=Path(ca_file).read_bytes() if ca_file else None,
+            private_key=Path(key_file).read_bytes() if certificate_file else None,
+            certificate_chain=Path(certificate_file).read_bytes() if certificate_file else None,
+        )
+
+    def _own(self) -> tuple[str, str]:
+        if self.certificate_file:
+            return self.certificate_file, self.key_file or self.certificate_file
+        certificate_file = os.environ.get(CERTIFICATE_VARIABLE, "")
+        return certificate_file, os.environ.get(KEY_FILE_VARIABLE, "") or certificate_file
+
+
 class Client:
     """A connection to one gRPC door; thread-safe, closed by ``close`` or by leaving ``with``.
 
     Every method raises the PdserveError that the server's status stands for.
     """
 
-    def __init__(self, address: str, *, api_key: str | None = None) -> None:
-        self._channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    def __init__(
+        self, address: str, *, api_key: str | None = None, tls: ClientTls | None = None
+    ) -> None:
+        """Raises StartupError where a file of ``tls`` can't be used."""
+        self._channel = _channel(address, tls)
         self._stub = pb_grpc.InferenceStub(self._channel)
         self._address = address
         self._metadata = tuple(authorization(api_key).items())
@@ -174,6 +227,13 @@ def authorization(api_key: str | None = None) -> dict[str, str]:
     """Return the header, or metadata entry, of a key: the variable's where none is given."""
     key = os.environ.get(KEY_VARIABLE) if api_key is None else api_key
     return {"authorization": f"Bearer {key}"} if key else {}
+
+
+def _channel(address: str, tls: ClientTls | None) -> grpc.Channel:
+    if tls is None:
+        return grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    name = (("grpc.ssl_target_name_override", tls.server_name),) if tls.server_name else ()
+    return grpc.secure_channel(address, tls.credentials(), options=(*_CHANNEL_OPTIONS, *name))
 
 
 def _request(

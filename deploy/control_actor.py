@@ -7,6 +7,7 @@ from typing import Any
 from cluster import config as deploy_config
 from cluster.clock import SystemClock
 from cluster.control.server import ControlServer
+from cluster.policy.load import to_stats
 from deploy import node
 from deploy.cores import pin_process
 from deploy.logs import log_to_file
@@ -25,6 +26,16 @@ class ControlReplica:
         pin_process(config.service_cores)
         self._server = ControlServer(config, SystemClock())
         await self._server.start(config.endpoints.host, config.endpoints.control_port)
+
+    async def check_health(self) -> None:
+        """Raise where nobody is placed any more; Serve then replaces this replica."""
+        assert self._server is not None, "Serve asks after the constructor"
+        self._server.check_health()
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Tell Serve the load, which it asks for where pools are scaled."""
+        assert self._server is not None, "Serve asks after the constructor"
+        return to_stats(self._server.load())
 
     async def __del__(self) -> None:
         """Close the port first: in an update the next instance is waiting for it."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -40,20 +40,29 @@ class Fit:
     placed: Mapping[str, Mapping[str, int]]
     """Workers by pool and node."""
     problems: tuple[str, ...]
-    """One for each pool that cannot be placed whole."""
+    """One for each pool that cannot be placed whole, scaled ones at their fewest."""
+    at_most: tuple[str, ...] = ()
+    """The same for the most workers that scaled pools may have: nodes may come with the load."""
 
 
 def fit(pools: Sequence[PoolConfig], nodes: Sequence[Node]) -> Fit:
-    """Return a way to place all workers, or the reasons why there is none.
+    """Return a way to place all workers, or the reasons why there is none."""
+    found = _fit(pools, nodes, {pool.name: pool.min_count for pool in pools})
+    if found.problems or not any(pool.is_scaled for pool in pools):
+        return found
+    most = _fit(pools, nodes, {pool.name: pool.max_count for pool in pools})
+    return replace(found, at_most=most.problems)
 
-    Several orders of the pools are tried, scarce hardware first: one pool must not take what only
+
+def _fit(pools: Sequence[PoolConfig], nodes: Sequence[Node], counts: Mapping[str, int]) -> Fit:
+    """Try several orders of the pools, scarce hardware first: one pool must not take what only
     another one can use.
     """
     num_suitable = {pool.name: sum(suits(pool, node) for node in nodes) for pool in pools}
     by_need = sorted(pools, key=lambda pool: (num_suitable[pool.name], -pool.gpus_per_worker))
     first: Fit | None = None
     for order in itertools.islice(itertools.permutations(by_need), _MAX_ORDERS):
-        found = _fit_in_order(order, nodes)
+        found = _fit_in_order(order, nodes, counts)
         if not found.problems:
             return found
         first = first or found
@@ -101,7 +110,9 @@ class _Room:
         return True
 
 
-def _fit_in_order(pools: Iterable[PoolConfig], nodes: Sequence[Node]) -> Fit:
+def _fit_in_order(
+    pools: Iterable[PoolConfig], nodes: Sequence[Node], counts: Mapping[str, int]
+) -> Fit:
     rooms = [_Room(node) for node in nodes]
     waiting = list(pools)
     placed: dict[str, dict[str, int]] = {}
@@ -114,10 +125,11 @@ def _fit_in_order(pools: Iterable[PoolConfig], nodes: Sequence[Node]) -> Fit:
             key=lambda room: sum(suits(other, room.node) for other in waiting),
         )
         where = placed[pool.name] = {}
-        for _ in range(pool.count):
+        count = counts[pool.name]
+        for _ in range(count):
             room = next((room for room in suitable if room.take(pool)), None)
             if room is None:
-                problems.append(_problem(pool, nodes, sum(where.values())))
+                problems.append(_problem(pool, nodes, sum(where.values()), count))
                 break
             where[room.node.name] = where.get(room.node.name, 0) + 1
     return Fit(placed=placed, problems=tuple(problems))
@@ -132,7 +144,7 @@ def _has_labels(pool: PoolConfig, node: Node) -> bool:
     return all(node.labels.get(key) == value for key, value in pool.node_labels.items())
 
 
-def _problem(pool: PoolConfig, nodes: Sequence[Node], num_placed: int) -> str:
+def _problem(pool: PoolConfig, nodes: Sequence[Node], num_placed: int, count: int) -> str:
     with_hardware = [node for node in nodes if _has_hardware(pool, node)]
     if not with_hardware:
         return f"pool {pool.name}: no node has {pool.accelerator_type}; there is {_kinds(nodes)}"
@@ -144,7 +156,7 @@ def _problem(pool: PoolConfig, nodes: Sequence[Node], num_placed: int) -> str:
     gpus = sum(node.resources.get("GPU", 0.0) for node in suitable)
     cpus = sum(node.resources.get("CPU", 0.0) for node in suitable)
     return (
-        f"pool {pool.name}: {num_placed} of {pool.count} workers fit; each needs {needs(pool)}, "
+        f"pool {pool.name}: {num_placed} of {count} workers fit; each needs {needs(pool)}, "
         f"and the {len(suitable)} nodes that suit have {gpus:g} GPU and {cpus:g} CPU, "
         "beside what other pools take"
     )

@@ -9,7 +9,7 @@ from google.protobuf.json_format import MessageToDict
 
 from cluster.errors import NoWorker, StartupError
 from deploy import commands
-from deploy.client import Client
+from deploy.doors import grpc_client
 from deploy.proof import timeline_text
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def stream(config: DeployConfig, arguments: argparse.Namespace) -> int:
         if arguments.raw
         else {"messages": [("user", arguments.prompt)]}
     )
-    with Client(f"{config.endpoints.host}:{config.endpoints.grpc_port}") as client:
+    with grpc_client(config) as client:
         try:
             client.connect(timeout_s=_CONNECT_S)
         except NoWorker as error:

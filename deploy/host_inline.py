@@ -14,7 +14,7 @@ from cluster.clock import SystemClock
 from cluster.control.server import ControlServer
 from cluster.errors import EngineFault, PdserveError, StartupError
 from cluster.transport.loopback import LoopbackTransport
-from deploy.worker import Worker
+from deploy.hosted_worker import HostedWorker
 from router.ingress import Ingress
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_STOP_GRACE_S = 1.0
 _START_TIMEOUT_S = 180.0
 
 
@@ -111,15 +110,15 @@ class InlineHost:
             for worker, fault in zip(workers, faults, strict=True):
                 if fault.done():
                     raise EngineFault(
-                        f"the engine of {worker.worker_id} failed: {fault.result()!r}"
+                        f"the engine of {worker.worker.worker_id} failed: {fault.result()!r}"
                     ) from fault.result()
 
     async def _start_worker(
         self, stack: AsyncExitStack, pool: PoolConfig, index: int, transport: LoopbackTransport
-    ) -> Worker:
+    ) -> HostedWorker:
         endpoints = self._config.endpoints
         worker = await asyncio.to_thread(
-            Worker.build,
+            HostedWorker.build,
             self._config,
             pool,
             worker_id=f"{pool.name}-{index}",
@@ -127,6 +126,7 @@ class InlineHost:
             control_address=f"{endpoints.host}:{endpoints.control_port}",
             transport=transport,
         )
-        stack.push_async_callback(worker.stop, _STOP_GRACE_S)
+        # The doors are shut by then, and their calls ended.
+        stack.push_async_callback(worker.end, 0.0)
         await worker.start()
         return worker

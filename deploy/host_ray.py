@@ -115,11 +115,12 @@ class RayHost:
         )
 
     def _check_fit(self) -> None:
-        problems = fit(self._config.pools, ray_nodes()).problems
-        if problems:
-            raise StartupError(
-                "the cluster has no room for the pools:" + "".join(f"\n- {p}" for p in problems)
-            )
+        placing = fit(self._config.pools, ray_nodes())
+        if placing.problems:
+            told = "".join(f"\n- {problem}" for problem in placing.problems)
+            raise StartupError(f"the cluster has no room for the pools:{told}")
+        for problem in placing.at_most:
+            logger.warning("when the load asks for all workers: %s", problem)
 
     def _start_serve(self) -> None:
         from ray import serve

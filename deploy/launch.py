@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING
 
 from cluster.config import Host
 from cluster.errors import StartupError
-from deploy import calls, proof
+from deploy import calls, doors, proof
 from deploy.machine import check_machine, check_memory
 from deploy.model_source import resolve_model
 from deploy.plan import with_kv_tokens
 from deploy.readiness import missing
 from deploy.run_state import RunState
+from deploy.start_watch import STUCK_S, StartWatch, work_of
 from deploy.stop_signals import StopSignals
 from router.served import served_model
 
@@ -61,6 +62,7 @@ def _serve(
     state = RunState(config.endpoints.control_port)
     check_machine(config, state=state)
     proof.check_key(config)
+    doors.check_files(config)
     model = resolve_model(config.model.path, config.model.name)
     config = _completed(config, model.folder, model.name)
     config = with_kv_tokens(config, str(model.folder))
@@ -71,7 +73,7 @@ def _serve(
     keep_logs = True
     try:
         try:
-            _start(config, host, signals)
+            _start(config, host, state, signals)
             host.settle()
             _say(f"ready after {time.monotonic() - began:.1f} s; one request as a proof:\n")
             proof.prove(config)
@@ -131,16 +133,22 @@ def _host(config: DeployConfig, folder: Path, state: RunState) -> ClusterHost:
     return RayHost(config, model_path=folder, state=state)
 
 
-def _start(config: DeployConfig, host: ClusterHost, signals: StopSignals) -> None:
+def _start(config: DeployConfig, host: ClusterHost, state: RunState, signals: StopSignals) -> None:
     """Start the host, and wait until all workers are there and the router says ready."""
     _say("starting the cluster ...")
     host.start()
     signals.arm()  # Ray takes SIGTERM for itself
     deadline = time.monotonic() + _READY_TIMEOUT_S
+    watch = StartWatch()
     while waits_for := missing(config):
         failure = host.failure()
         if failure is not None:
             raise failure
+        if watch.is_stuck(waits_for, work_of(state.cores_dir), time.monotonic()):
+            raise StartupError(
+                f"not ready, and nothing has moved for {STUCK_S:.0f} s: {waits_for}; see its log "
+                "for what it waits for"
+            )
         if time.monotonic() >= deadline:
             raise StartupError(
                 f"not ready after {_READY_TIMEOUT_S:.0f} s: {waits_for}; see its log for what it "

@@ -170,10 +170,10 @@ def estimate_bytes(config: DeployConfig, model_folder: Path) -> int:
     usual words counts no KV: this is to catch what can't work, not what may be tight.
     """
     facts = _model_facts(model_folder)
-    tensors = sum(pool.count * _tensor_bytes(pool, facts) for pool in config.pools)
+    tensors = sum(pool.max_count * _tensor_bytes(pool, facts) for pool in config.pools)
     if config.host is Host.INLINE:
         return tensors + _WORKER_BYTES + _ROUTER_BYTES
-    workers = sum(pool.count * _fixed_bytes(pool) for pool in config.pools)
+    workers = sum(pool.max_count * _fixed_bytes(pool) for pool in config.pools)
     routers = config.router.replicas * _ROUTER_BYTES
     return tensors + workers + routers + _CONTROL_BYTES + _RAY_BYTES
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from cluster.config import HEAD
 from cluster.config_rules import is_loopback
 from cluster.errors import StartupError
-from deploy import calls, proof
+from deploy import calls, doors, proof
 from deploy.fit import fit, suits
 from deploy.host_ray import RayHost, join_ray, load_ray, ray_nodes
 from deploy.readiness import missing
@@ -57,6 +57,7 @@ def deploy(
 
     What was deployed and never served is taken away again, unless it was to replace what serves.
     """
+    doors.check_files(config)
     state = RunState(config.endpoints.control_port)
     state.join()
     state.logs_dir.mkdir(mode=0o700, exist_ok=True)

@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cluster.config import Device, PoolConfig, Role
+from cluster.config import Device, PoolConfig, Preemption, Role
 from cluster.errors import StartupError
 from deploy.fit import fit, needs
 from deploy.hardware import GPU_BYTES, USABLE_SHARE, element_bytes
@@ -19,7 +19,7 @@ from deploy.model_shape import count_parameters, read_shape
 from deploy.status import table
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from cluster.config import DeployConfig
     from deploy.fit import Node
@@ -37,6 +37,8 @@ class PoolPlan:
     kv_bytes: int
     activation_bytes: int
     kv_tokens: int
+    swap_bytes: int
+    """Of CPU memory, for the KV of preempted sequences."""
     gpu_bytes: int | None
     """What it may take of its GPU; None where that isn't known."""
 
@@ -62,7 +64,8 @@ def plan_pools(
     config: DeployConfig, shape: ModelShape, num_parameters: int
 ) -> tuple[PoolPlan, ...]:
     """Return what each pool takes; raises StartupError where ``kv_bytes`` is too small."""
-    return tuple(_plan_pool(pool, shape, num_parameters) for pool in config.pools)
+    swaps = config.scheduling.preemption is Preemption.SWAP
+    return tuple(_plan_pool(pool, shape, num_parameters, swaps=swaps) for pool in config.pools)
 
 
 def with_kv_tokens(config: DeployConfig, model_path: str = "") -> DeployConfig:
@@ -98,6 +101,7 @@ def show(config: DeployConfig, nodes: Sequence[Node] | None = None) -> int:
         ]
         sys.stdout.write("\n" + table(("pool", "node", "workers"), rows) + "\n")
         problems += placing.problems
+        sys.stdout.writelines(f"\nat its most: {told}\n" for told in placing.at_most)
     if problems:
         raise StartupError("it cannot run like this:" + "".join(f"\n- {p}" for p in problems))
     return 0
@@ -119,14 +123,18 @@ def _model(config: DeployConfig, shape: ModelShape, num_parameters: int) -> str:
     )
 
 
-def _plan_pool(pool: PoolConfig, shape: ModelShape, num_parameters: int) -> PoolPlan:
+def _plan_pool(
+    pool: PoolConfig, shape: ModelShape, num_parameters: int, *, swaps: bool
+) -> PoolPlan:
     kv_tokens = shape.kv_tokens(pool)
+    swap_tokens = (pool.swap_tokens or kv_tokens) if swaps else 0
     return PoolPlan(
         pool=pool,
         weight_bytes=num_parameters * element_bytes(pool.dtype, pool.device),
         kv_bytes=kv_tokens * shape.token_bytes(pool),
         activation_bytes=shape.activation_bytes(pool),
         kv_tokens=kv_tokens,
+        swap_bytes=swap_tokens * shape.token_bytes(pool),
         gpu_bytes=_gpu_bytes(pool),
     )
 
@@ -142,29 +150,48 @@ def _row(plan: PoolPlan) -> tuple[str, ...]:
     return (
         pool.name,
         pool.role.value,
-        str(pool.count),
+        _range(pool.min_count, pool.max_count),
         needs(pool) or "any node",
         _gb(plan.weight_bytes),
         _gb(plan.kv_bytes),
         _gb(plan.activation_bytes),
         share,
         str(plan.kv_tokens),
-        str(plan.kv_tokens * pool.count),
-        f"{pool.cost_per_hour * pool.count:g}",
+        _range(plan.kv_tokens * pool.min_count, plan.kv_tokens * pool.max_count),
+        _range(pool.cost_per_hour * pool.min_count, pool.cost_per_hour * pool.max_count),
     )
 
 
 def _sums(config: DeployConfig, plans: Sequence[PoolPlan]) -> str:
     decoding = [plan for plan in plans if plan.pool.role is not Role.PREFILL]
-    slots = sum(plan.pool.count * plan.pool.max_num_seqs for plan in decoding)
-    tokens = sum(plan.pool.count * plan.kv_tokens for plan in decoding)
-    cost = sum(plan.pool.count * plan.pool.cost_per_hour for plan in plans)
+    slots = _sum(decoding, lambda plan: plan.pool.max_num_seqs)
+    tokens = _sum(decoding, lambda plan: plan.kv_tokens)
+    cost = _sum(plans, lambda plan: plan.pool.cost_per_hour)
     doors = config.endpoints
-    return (
-        f"{slots} sequences decode at once over {tokens} tokens of KV; cost {cost:g} an hour\n"
+    swapping = [
+        f"pool {plan.pool.name}: each worker takes {_gb(plan.swap_bytes)} of CPU memory besides, "
+        "for the KV of preempted sequences\n"
+        for plan in plans
+        if plan.swap_bytes
+    ]
+    return "".join(swapping) + (
+        f"{slots} sequences decode at once over {tokens} tokens of KV; cost {cost} an hour\n"
         f"on the head node: {config.router.replicas} routers at {doors.host}:{doors.http_port} "
         f"(HTTP) and :{doors.grpc_port} (gRPC), the control plane at :{doors.control_port}"
     )
+
+
+def _sum(plans: Sequence[PoolPlan], of_worker: Callable[[PoolPlan], float]) -> str:
+    """Return a sum over all workers: of the fewest to of the most."""
+    return _range(
+        sum(plan.pool.min_count * of_worker(plan) for plan in plans),
+        sum(plan.pool.max_count * of_worker(plan) for plan in plans),
+    )
+
+
+def _range(least: float, most: float) -> str:
+    few, many = (f"{n:g}" if isinstance(n, float) else str(n) for n in (least, most))
+    return few if few == many else f"{few} to {many}"
 
 
 def _gb(num_bytes: int) -> str:

@@ -15,6 +15,7 @@ import httpx
 from cluster.config import LocalPrefill, Role
 from cluster.errors import StartupError
 from deploy.client import KEY_VARIABLE, authorization
+from deploy.doors import http_client, http_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -143,17 +144,14 @@ def _ask(config: DeployConfig, asks: dict[str, dict[str, Any]], *, is_shown: boo
 
 def _events(config: DeployConfig, asks: dict[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Ask at the first path that the model can answer at."""
-    endpoints = config.endpoints
     options = {
         "model": config.model.name,
         "temperature": 0,
         "stream": True,
         "timeline": True,
     }
-    base = f"http://{endpoints.host}:{endpoints.http_port}/v1"
-    reason = ""
-    # The doors are on this machine: a proxy of the environment has no part in it.
-    with httpx.Client(timeout=_TIMEOUT_S, trust_env=False, headers=authorization()) as client:
+    base, reason = f"{http_url(config)}/v1", ""
+    with http_client(config, timeout_s=_TIMEOUT_S, **authorization()) as client:
         for path, ask in asks.items():
             try:
                 with client.stream("POST", f"{base}/{path}", json=options | ask) as response:

@@ -10,6 +10,7 @@ import httpx
 from cluster.control.status import get_cluster
 from cluster.errors import PdserveError
 from cluster.trust import ClusterToken
+from deploy.doors import http_client, http_url
 
 if TYPE_CHECKING:
     from cluster.config import DeployConfig
@@ -28,13 +29,13 @@ def missing(config: DeployConfig) -> str:
         return "the control plane does not answer"
     for pool in config.pools:
         here = sum(worker.worker.pool == pool.name for worker in view.workers)
-        if here < pool.count:
-            return f"pool {pool.name}: {here} of {pool.count} workers registered"
+        if here < pool.min_count:
+            return f"pool {pool.name}: {here} of {pool.min_count} workers registered"
     if view.num_routers < config.router.replicas:
         return f"{view.num_routers} of {config.router.replicas} routers connected"
     try:
-        url = f"http://{endpoints.host}:{endpoints.http_port}/health/ready"
-        answer = httpx.get(url, timeout=5.0, trust_env=False)
+        with http_client(config, timeout_s=5.0) as client:
+            answer = client.get(f"{http_url(config)}/health/ready")
     except httpx.HTTPError as error:
         return f"the HTTP door does not answer ({error})"
     return "" if answer.status_code == httpx.codes.OK else f"not ready: {answer.text[:200]}"

@@ -21,11 +21,13 @@ class RouterReplica:
     """
 
     _ingress: Ingress | None = None
+    _drain_s = 0.0
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, tree: dict[str, Any], model_path: str, run_dir: str, *deployments: Any
     ) -> None:
         config = deploy_config.from_tree(tree)
+        self._drain_s = config.limits.drain_s
         log_to_file(node.run_folder(config, run_dir) / "logs", f"router-{os.getpid()}")
         pin_process(config.service_cores)
         checkpoint = await asyncio.to_thread(node.model_folder, model_path)
@@ -38,6 +40,6 @@ class RouterReplica:
         await self._ingress.check_health()
 
     async def __del__(self) -> None:
-        """Close the doors and end what still runs."""
+        """Close the doors, let what runs end, and end what is left then."""
         if self._ingress is not None:
-            await self._ingress.stop()
+            await self._ingress.stop(self._drain_s)

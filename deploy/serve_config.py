@@ -11,6 +11,7 @@ import yaml
 from cluster import config as deploy_config
 from cluster.config import HEAD
 from cluster.errors import StartupError
+from deploy import autoscale
 from deploy.model_source import model_name
 from deploy.plan import with_kv_tokens
 
@@ -39,6 +40,7 @@ def serve_config(config: DeployConfig, *, model_path: str, run_dir: str = "") ->
                     "model_path": model_path,
                     "run_dir": run_dir,
                 },
+                **autoscale.app_options(config),
             }
         ],
     }

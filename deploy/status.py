@@ -73,7 +73,7 @@ def _worker(view: WorkerView) -> tuple[str, ...]:
         worker.worker_id,
         worker.pool,
         worker.role.value,
-        view.health.value,
+        "draining" if report.is_draining else view.health.value,
         f"{report.num_running}/{worker.num_slots}",
         *(str(count) for count in counts),
         str(report.num_waiting),

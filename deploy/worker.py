@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import functools
 import logging
-import secrets
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +24,7 @@ from cluster.engine.loop import EngineLoop
 from cluster.engine.rules import Rules
 from cluster.engine.scheduler import StepScheduler
 from cluster.engine.step_model import StepModel
-from cluster.errors import EngineFault, StartupError, WorkerLost
-from cluster.kv.block_pool import BlockPool
-from cluster.kv.prefix_index import PrefixIndex
-from cluster.kv.swap_buffer import SwapBuffer
+from cluster.errors import StartupError, WorkerLost
 from cluster.policy.tiers import Tiers
 from cluster.request import Peer
 from cluster.rpc.errands import Errands
@@ -42,7 +38,8 @@ from decode_worker.streams import DecodeHalf
 from deploy.node import own_address
 from deploy.worker_faults import WorkerFaults
 from deploy.worker_legs import WorkerLegs
-from deploy.worker_parts import WorkerParts, link_limits, load_parts
+from deploy.worker_life import WorkerLife, WorkerState
+from deploy.worker_parts import WorkerParts, link_limits, make_block_pool
 from deploy.worker_report import WorkerReporter
 from deploy.worker_watch import WorkerWatch
 from prefill_worker.intake import PrefillHalf
@@ -50,19 +47,16 @@ from prefill_worker.outbox import Outbox
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from cluster.config import DeployConfig, PoolConfig
     from cluster.engine.plan import StepEvents
     from cluster.rpc.link import LinkEvents
-    from cluster.transport.base import Transport
 
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
 """For the control plane to accept a worker, which may start before it."""
 _ENGINE_STOP_S = 5.0
-_PREFIX_KEY_BYTES = 32
 
 
 class Worker:
@@ -77,9 +71,14 @@ class Worker:
         worker_id: str,
         control_address: str,
         port: int = 0,
+        on_order: Callable[[Role | None], None] | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """``port`` 0 takes any that is free."""
+        """``pool`` has the role that it serves in, which need not be that of the deploy file.
+
+        ``port`` 0 takes any that is free. ``on_order`` is told of an operator's order: to drain and
+        leave, or to come back in a role.
+        """
         self.worker_id = worker_id
         self.incarnation = uuid.uuid4().hex
         self._config = config
@@ -92,10 +91,11 @@ class Worker:
         self._changed = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
         self._leaving: asyncio.Task[None] | None = None
-        self._is_stopping = False
+        self._life = WorkerLife()
+        self._stopping: asyncio.Task[None] | None = None
         self._errands = Errands(call_soon=self._call_soon, on_failure=self._fail)
         self._token = ClusterToken.load(config.security)
-        self._pool = BlockPool(pool.num_blocks, self._make_prefix(pool), self._make_swap(pool))
+        self._pool = make_block_pool(config, pool, parts.layout)
         self._engine = self._make_engine(pool)
         self._dialer: LinkDialer | None = None
         self._acceptor: LinkAcceptor | None = None
@@ -124,40 +124,20 @@ class Worker:
             engine=self._engine,
             legs=self.legs,
             watch=self._watch,
+            life=self._life,
+            pool_role=config.pool(pool.name).role,
         )
         self._report = ReportClient(
             control_address,
             registration=lambda: self._reporter.registration(self.me),
             report=self._reporter.report,
             on_abort_grant=self.legs.abort_grant,
+            on_order=on_order,
             clock=self._clock,
             token=self._token,
         )
         self._report.set_tap(self._faults.tap())
         self.me = Peer(worker_id=worker_id, incarnation=self.incarnation, address="")
-
-    @classmethod
-    def build(  # noqa: PLR0913 (the one place where everything meets)
-        cls,
-        config: DeployConfig,
-        pool: PoolConfig,
-        *,
-        worker_id: str,
-        model_path: Path,
-        control_address: str,
-        cores: tuple[int, ...] = (),
-        port: int = 0,
-        transport: Transport | None = None,
-    ) -> Worker:
-        """Load the model and make a worker of it; blocks for seconds, on any thread.
-
-        With ``cores``, all threads of this process are pinned to them first. ``transport`` is
-        given where the deploy file's cannot be made from itself (loopback).
-        """
-        parts = load_parts(config, pool, model_path, cores=cores, transport=transport)
-        return cls(
-            config, pool, parts, worker_id=worker_id, control_address=control_address, port=port
-        )
 
     @property
     def fault(self) -> asyncio.Future[BaseException]:
@@ -165,13 +145,6 @@ class Worker:
         if self._fault is None:
             self._fault = asyncio.get_running_loop().create_future()
         return self._fault
-
-    def check_health(self) -> None:
-        """Raise EngineFault once this worker can serve no more."""
-        if self.fault.done():
-            raise EngineFault("the worker failed", worker_id=self.worker_id) from (
-                self.fault.result()
-            )
 
     async def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Listen, start the step thread, and return when the control plane has accepted this.
@@ -190,16 +163,41 @@ class Worker:
         except StartupError:
             await self.stop(0.0)
             raise
+        self._life.advance(WorkerState.SERVING, self._clock.now())
         self._report.refused.add_done_callback(self._refused)
         logger.info(
             "worker=%s incarnation=%s at=%s ready", self.worker_id, self.incarnation, address
         )
 
-    async def stop(self, grace_s: float) -> None:
-        """Leave the control plane, give open legs ``grace_s`` to end, end them, and close all."""
-        if self._is_stopping:
+    async def drain(self, grace_s: float) -> None:
+        """Take no new work; return when nothing is left here, or after ``grace_s``.
+
+        It stays registered meanwhile, so that exports find their way to decode workers and those
+        who leave it to others. A worker that was not accepted yet has nothing to drain.
+        """
+        if self._life.advance(WorkerState.DRAINING, self._clock.now()):
+            logger.info("worker=%s drains, legs=%d", self.worker_id, len(self.legs))
+            await self._server.tell_draining()
+            self._report.changed()
+        if self._life.state is not WorkerState.DRAINING:
             return
-        self._is_stopping = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await asyncio.sleep(self._life.last_grants_s(self._clock.now()))
+                await self._until_idle(grace_s)
+        logger.info("worker=%s drained, legs=%d left", self.worker_id, len(self.legs))
+
+    async def stop(self, grace_s: float) -> None:
+        """Leave the control plane, give open legs ``grace_s`` to end, end them, and close all.
+
+        Idempotent; it goes on to its end when its caller is cancelled.
+        """
+        if self._stopping is None:
+            self._life.advance(WorkerState.STOPPING, self._clock.now())
+            self._stopping = asyncio.get_running_loop().create_task(self._stop(grace_s))
+        await asyncio.shield(self._stopping)
+
+    async def _stop(self, grace_s: float) -> None:
         await self._report.stop("stopping")
         await self._until_idle(grace_s)
         self.legs.close(WorkerLost("the worker is stopping", worker_id=self.worker_id))
@@ -217,21 +215,6 @@ class Worker:
         logger.info("worker=%s stopped, legs=%d", self.worker_id, len(self.legs))
 
     # ---- composition
-
-    def _make_prefix(self, pool: PoolConfig) -> PrefixIndex | None:
-        if not pool.prefix_cache:
-            return None
-        # Nobody else names blocks of this pool, so nobody else needs to know the key.
-        return PrefixIndex(
-            key=secrets.token_bytes(_PREFIX_KEY_BYTES),
-            model_fingerprint=self._parts.layout.model_fingerprint,
-            block_size=pool.block_size,
-            is_shared=pool.prefix_shared,
-        )
-
-    def _make_swap(self, pool: PoolConfig) -> SwapBuffer | None:
-        swaps = self._config.scheduling.preemption is Preemption.SWAP
-        return SwapBuffer(pool.num_swap_slots) if swaps else None
 
     def _make_engine(self, pool: PoolConfig) -> EngineLoop:
         scheduler = StepScheduler(
@@ -325,6 +308,7 @@ class Worker:
             inbox=inbox,
             clock=self._clock,
             eos_ids=self._parts.eos_ids,
+            errands=self._errands,
             on_change=self._on_change,
         )
 
@@ -343,7 +327,8 @@ class Worker:
     def _on_step(self, events: StepEvents) -> None:
         for half in self.legs.halves:
             half.on_step(events)
-        self._on_change()
+        if not events.stored:  # told amid a step, which has changed no count yet
+            self._on_change()
 
     def _refused(self, refused: asyncio.Future[StartupError]) -> None:
         if not refused.cancelled():
@@ -391,5 +376,5 @@ class Worker:
     def _check_state(self) -> None:
         if self.fault.done():
             raise WorkerLost("the worker gave up", stage="intake")
-        if self._is_stopping:
-            raise WorkerLost("the worker is stopping", stage="intake")
+        if why := self._life.refusal(self._clock.now()):
+            raise WorkerLost(why, stage="intake")

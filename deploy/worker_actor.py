@@ -9,26 +9,34 @@ from typing import TYPE_CHECKING, Any
 
 from cluster import config as deploy_config
 from deploy import cores, node
+from deploy.hosted_worker import HostedWorker
 from deploy.logs import log_to_file
-from deploy.worker import Worker
 
 if TYPE_CHECKING:
     from deploy.cores import CoreLease
 
 logger = logging.getLogger(__name__)
 
+_PLACE_WAIT_S = 10.0
+"""For a predecessor's process to be gone, beyond what it may drain."""
+
 
 class WorkerReplica:
-    """Hosts one ``Worker``; Serve's calls never reach it, only Serve's health checks do."""
+    """Hosts one worker; Serve's calls never reach it, only Serve's health checks do.
+
+    Serve ends it by ``__del__``, and by force once ``graceful_shutdown_timeout_s`` are over.
+    """
 
     _lease: CoreLease | None = None
-    _worker: Worker | None = None
+    _worker: HostedWorker | None = None
+    _drain_s = 0.0
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, tree: dict[str, Any], pool_name: str, model_path: str, run_dir: str
     ) -> None:
         config = deploy_config.from_tree(tree)
         pool = config.pool(pool_name)
+        self._drain_s = config.limits.drain_s
         folder = node.run_folder(config, run_dir)
         self._lease = await asyncio.to_thread(
             cores.lease_cores,
@@ -36,14 +44,16 @@ class WorkerReplica:
             pool.name,
             pool.cores,
             pool.cores_per_worker,
-            pool.count,
+            pool.max_count,
+            # In an update its predecessor may be draining still.
+            self._drain_s + _PLACE_WAIT_S,
         )
         worker_id = node.worker_id(config, pool.name, self._lease.index)
         log_to_file(folder / "logs", worker_id)
         logger.info("worker=%s pid=%d cores=%s loading", worker_id, os.getpid(), self._lease.cores)
         checkpoint = await asyncio.to_thread(node.model_folder, model_path)
         self._worker = await asyncio.to_thread(
-            Worker.build,
+            HostedWorker.build,
             config,
             pool,
             worker_id=worker_id,
@@ -54,13 +64,13 @@ class WorkerReplica:
         await self._worker.start()
 
     async def check_health(self) -> None:
-        """Fail once the worker has: Serve then replaces this process."""
+        """Fail once the worker has, or was drained: Serve then replaces this process."""
         assert self._worker is not None, "Serve asks after the constructor"
         self._worker.check_health()
 
     async def __del__(self) -> None:
-        """Leave the control plane, end every leg, stop the step thread; safe after any start."""
+        """Drain, leave the control plane, stop the step thread; safe after any start."""
         if self._worker is not None:
-            await self._worker.stop(grace_s=1.0)
+            await self._worker.end(self._drain_s)
         if self._lease is not None:
             self._lease.release()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from cluster.config import DeployConfig
     from cluster.engine.loop import Runner
     from cluster.engine.plan import Outcome, Plan
+    from cluster.engine.stored import OnStored
     from cluster.rpc.legs import LegHandler
     from cluster.rpc.link import LinkEvents
     from deploy.worker_parts import WorkerParts
@@ -34,7 +35,7 @@ class FaultyRunner:
         self._switch = switch
         self._never = threading.Event()
 
-    def run(self, plan: Plan) -> Outcome:
+    def run(self, plan: Plan, on_stored: OnStored | None = None) -> Outcome:
         """Compute one step, late or not at all where the plan says so."""
         firing = self._switch.at(Point.STEP)
         if firing is not None:
@@ -43,7 +44,7 @@ class FaultyRunner:
             is_delay = firing.fault.verb is Verb.DELAY
             patience_s = firing.fault.seconds if is_delay else _HELD_S
             self._switch.wait_over(firing, patience_s, self._never)
-        return self._inner.run(plan)
+        return self._inner.run(plan, on_stored)
 
 
 class WorkerFaults:

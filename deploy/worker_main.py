@@ -1,7 +1,8 @@
 """One worker as a plain process: ``python -m deploy.worker_main --config FILE --pool NAME ...``.
 
-Prints one JSON line when the control plane has accepted it. SIGTERM or SIGINT stop it, a second
-one ends it at once. Exit codes: 0 stopped as asked, 1 the engine failed, 2 it could not start.
+Prints one JSON line when the control plane has accepted it. SIGTERM or SIGINT drain it, within
+``limits.drain_s``; a second one ends it at once. Exit codes: 0 drained as asked, 1 the engine
+failed or it was ended at once, 2 it could not start.
 """
 
 from __future__ import annotations
@@ -18,11 +19,9 @@ from typing import Any
 
 from cluster import config as deploy_config
 from cluster.errors import StartupError
-from deploy.worker import Worker
+from deploy.hosted_worker import HostedWorker
 
 logger = logging.getLogger(__name__)
-
-_GRACE_S = 1.0
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -33,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     try:
         config = deploy_config.load(options.config)
-        worker = Worker.build(
+        worker = HostedWorker.build(
             config,
             config.pool(options.pool),
             worker_id=options.worker_id,
@@ -42,13 +41,13 @@ def main(arguments: list[str] | None = None) -> int:
             cores=options.cores,
             port=options.port,
         )
-        return asyncio.run(_serve(worker))
+        return asyncio.run(_serve(worker, config.limits.drain_s))
     except StartupError as error:
         logger.error("worker=%s cannot start: %s", options.worker_id, error.message)
         return 2
 
 
-async def _serve(worker: Worker) -> int:
+async def _serve(hosted: HostedWorker, drain_s: float) -> int:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -60,21 +59,22 @@ async def _serve(worker: Worker) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     asked = asyncio.ensure_future(stopped.wait())
-    starting = asyncio.ensure_future(worker.start())
+    starting = asyncio.ensure_future(hosted.start())
     first: set[asyncio.Future[Any]] = {starting, asked}
     await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
     if starting.done():
         await starting
+        worker = hosted.worker
         line = json.dumps({"ready": worker.worker_id, "address": worker.me.address})
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
-        endings: set[asyncio.Future[Any]] = {asked, worker.fault}
+        endings: set[asyncio.Future[Any]] = {asked, hosted.fault, hosted.drained}
         await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
     starting.cancel()
-    await worker.stop(_GRACE_S)
+    await hosted.end(drain_s)
     await asyncio.gather(starting, return_exceptions=True)
     asked.cancel()
-    return 1 if worker.fault.done() else 0
+    return 1 if hosted.fault.done() else 0
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

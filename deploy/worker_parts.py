@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,8 +19,11 @@ from cluster.engine.loop import KVCopier, Runner
 from cluster.engine.plan import Plan, Scheduled
 from cluster.engine.runner import ModelRunner
 from cluster.errors import StartupError
+from cluster.kv.block_pool import BlockPool
 from cluster.kv.cache import PagedCache
 from cluster.kv.layout import KVLayout
+from cluster.kv.prefix_index import PrefixIndex
+from cluster.kv.swap_buffer import SwapBuffer
 from cluster.kv.swap_memory import SwapMemory
 from cluster.model.loader import load_model
 from cluster.request import LegKey, SamplingParams
@@ -40,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 _WARM_UP_TOKENS = 512
 _MEASURED_TOKENS = 128
+_PREFIX_KEY_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +190,22 @@ def _make_transport(kind: TransportKind, device: str, host: str) -> Transport:
         case TransportKind.AUTO:
             far = TorchDistTransport(device=device, bind_host=host)
             return AutoTransport(device=device, far=far)
+
+
+def make_block_pool(config: DeployConfig, pool: PoolConfig, layout: KVLayout) -> BlockPool:
+    """Return the books of a worker's KV, empty."""
+    prefix = None
+    if pool.prefix_cache:
+        # Nobody else names blocks of this pool, so nobody else needs to know the key.
+        prefix = PrefixIndex(
+            key=secrets.token_bytes(_PREFIX_KEY_BYTES),
+            model_fingerprint=layout.model_fingerprint,
+            block_size=pool.block_size,
+            is_shared=pool.prefix_shared,
+        )
+    swaps = config.scheduling.preemption is Preemption.SWAP
+    swap = SwapBuffer(pool.num_swap_slots) if swaps else None
+    return BlockPool(pool.num_blocks, prefix, swap)
 
 
 def link_limits(limits: LimitsConfig, layout: KVLayout) -> TransferLimits:

@@ -10,11 +10,12 @@ from cluster.control.facts import BlockCounts, Registration, TransferSample, Wor
 from cluster.request import FinishReason
 
 if TYPE_CHECKING:
-    from cluster.config import PoolConfig
+    from cluster.config import PoolConfig, Role
     from cluster.engine.loop import EngineLoop, EngineSnapshot
     from cluster.kv.block_pool import BlockPool
     from cluster.request import Leg, Peer
     from deploy.worker_legs import WorkerLegs
+    from deploy.worker_life import WorkerLife
     from deploy.worker_parts import WorkerParts
     from deploy.worker_watch import WorkerWatch
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 class WorkerReporter:
     """Reads the parts of one worker; event loop only."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (what it reads)
         self,
         *,
         pool: PoolConfig,
@@ -31,7 +32,10 @@ class WorkerReporter:
         engine: EngineLoop,
         legs: WorkerLegs,
         watch: WorkerWatch,
+        life: WorkerLife,
+        pool_role: Role,
     ) -> None:
+        """``pool_role``: what the deploy file has for its pool."""
         self._config = pool
         self._parts = parts
         self._blocks = blocks
@@ -39,6 +43,8 @@ class WorkerReporter:
         self._legs = legs
         self._prefill, self._decode = legs.prefill, legs.decode
         self._watch = watch
+        self._life = life
+        self._pool_role = pool_role
 
     def registration(self, me: Peer) -> Registration:
         """Return who this worker is."""
@@ -60,6 +66,7 @@ class WorkerReporter:
             pid=os.getpid(),
             transport=parts.transport.kind.value,
             tokenizer=parts.tokenizer,
+            pool_role=self._pool_role,
         )
 
     def report(self) -> WorkerReport:
@@ -71,6 +78,8 @@ class WorkerReporter:
             if half is not None:
                 grants.update(half.book.grants())
         transfers = prefill.outbox.take_transfers() if prefill is not None else ()
+        gone, has_lost = self._gone()
+        swap = self._blocks.swap
         return WorkerReport(
             blocks=BlockCounts(
                 free=counts.free,
@@ -87,7 +96,12 @@ class WorkerReporter:
             queued_tokens=snapshot.queued_tokens,
             held_grants=tuple(sorted(grants)),
             unreserved_grants=self._unreserved(),
+            num_swapped=swap.num_holders if swap is not None else 0,
+            gone_prefixes=gone,
+            has_lost_prefixes=has_lost,
             num_steps=snapshot.num_steps,
+            step_patience_s=self._engine.beat().patience_s,
+            broken_links=prefill.outbox.broken_links if prefill is not None else (),
             step_base_s=snapshot.step_base_s,
             step_per_seq_s=snapshot.step_per_seq_s,
             prefill_per_token_s=snapshot.prefill_per_token_s,
@@ -101,7 +115,19 @@ class WorkerReporter:
                 for transfer in transfers
             ),
             counters=self._counters(snapshot),
+            is_draining=self._life.is_draining,
         )
+
+    def _gone(self) -> tuple[tuple[int, ...], bool]:
+        """What the control plane believes to be cached and is not, by its names."""
+        index = self._blocks.prefix
+        ended = [prefix for half in self._legs.halves for prefix in half.book.take_ended()]
+        if index is None:
+            return (), False
+        with self._blocks.lock:
+            for prefix in ended:
+                index.miss(prefix.names)
+            return index.take_gone()
 
     def _unreserved(self) -> tuple[str, ...]:
         """Grants whose legs hold no blocks yet: the ledger adds their charge to what is used."""

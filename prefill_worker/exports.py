@@ -2,15 +2,18 @@
 
     export      computing ──▶ whole ─────────────▶ over         the KV of one leg, under one lease
     handoffs      └─ one ──fails──▶ (waiting) ──redirect──▶ another
-    segments           └─ blocks 0..8 ─▶ 8..16 ─▶ ..             of one handoff, one at a time
+    segments           └─ blocks 0..8 ─▶ 8..16 ─▶ ..             of one handoff, one at a time,
+                          or their layers: 0..10 ─▶ 10..20 ─▶ ..  also out of a running step
 
 Who holds a block on the sender's side::
 
     the sequence, until it leaves the engine ──▶ ("export", handoff_id), until COMMIT or end
-    ("segment", handoff_id, first block), beside them: while the link's thread may read it
+    ("segment", handoff_id, first block, first layer), beside them: while the link's thread may
+        read it
 
 So a sequence that is preempted or aborted, and an export that is given up, let go of their blocks
-at once, and what is being read goes to nobody before it was read.
+at once, and what is being read goes to nobody before it was read. While a step runs it writes the
+later layers of blocks whose first ones are read: other bytes, and the blocks stay where they are.
 """
 
 from __future__ import annotations
@@ -34,15 +37,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Blocks of an export that are sent together, held until the link has read them."""
+    """Blocks of an export, or some layers of them, that are sent together; held until the link has
+    read them."""
 
     manifest: Manifest
     block_ids: tuple[int, ...]
 
     @property
-    def holder(self) -> tuple[str, str, int]:
+    def holder(self) -> tuple[str, str, int, int]:
         """Who holds the blocks beside the export."""
-        return ("segment", self.manifest.handoff_id, self.manifest.first_block)
+        manifest = self.manifest
+        return ("segment", manifest.handoff_id, manifest.first_block, manifest.first_layer)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -56,8 +61,12 @@ class Outgoing:
     link: Link | None = None
     asked_at: float | None = None
     """When the offer left."""
-    num_sent: int = 0
-    """Blocks in segments that were given to the link."""
+    band: range = range(0)
+    """Of the export's blocks: those that went to the link last."""
+    num_layers: int = 0
+    """Layers of these that did; all of those before them."""
+    is_all_sent: bool = False
+    """Whether the last segment was given to the link."""
     is_sending: bool = False
     """Whether a segment is with the link."""
     segment_at: float = 0.0
@@ -74,11 +83,6 @@ class Outgoing:
         """The handoff's id."""
         return self.handoff.handoff_id
 
-    @property
-    def is_all_sent(self) -> bool:
-        """Whether the last segment was given to the link."""
-        return self.num_sent == self.handoff.num_blocks
-
     def is_unanswered(self, now: float, lease_s: float) -> bool:
         """Whether the receiver has let the offer wait for longer than the lease."""
         is_open = self.handoff.state is HandoffState.OFFERED and self.asked_at is not None
@@ -91,7 +95,9 @@ class Outgoing:
     def begin(self, segment: Segment, now: float) -> None:
         """Note that a segment goes to the link."""
         self.is_sending = True
-        self.num_sent += segment.manifest.num_blocks
+        manifest = segment.manifest
+        self.band, self.num_layers = manifest.blocks, manifest.layers.stop
+        self.is_all_sent = manifest.is_last
         self.segment_at, self.turn_at = now, None
 
     def spent(self, now: float) -> tuple[float, float]:
@@ -138,21 +144,20 @@ class Export:
     def take_segment(self, pool: BlockPool, layout: KVLayout) -> Segment | None:
         """Hold what is finished and not sent yet as a segment; None where there is nothing.
 
-        The last block waits until the export is whole, for it goes with the tokens drawn.
+        The last layers of the last block wait until the export is whole, for they go with the
+        tokens drawn.
         """
         outgoing = self.outgoing
         assert outgoing is not None, "a segment belongs to a handoff"
         # The step thread counts a sequence's computed tokens down before it gives its blocks
         # away, and up after it wrote them: under the pool's lock what it says is in these blocks.
+        # So is what it says of stored layers.
         with pool.lock:
             held = pool.blocks_of(self.holder)
-            num_finished = self.num_blocks
-            if not self.is_whole:
-                num_finished = self.sequence.num_computed_tokens // layout.block_size
-                num_finished = min(num_finished, self.num_blocks - 1, len(held))
-            blocks = range(outgoing.num_sent, num_finished)
-            if not blocks:
+            part = self._next_part(outgoing, len(held), layout)
+            if part is None:
                 return None
+            blocks, layers = part
             segment = Segment(
                 manifest=Manifest.of(
                     outgoing.handoff_id,
@@ -161,12 +166,55 @@ class Export:
                     num_tokens=self.num_tokens,
                     output_ids=self.output_ids,
                     blocks=blocks,
+                    layers=layers,
                     logprobs=self.logprobs,
                 ),
                 block_ids=held[blocks.start : blocks.stop],
             )
             pool.share(self.holder, segment.block_ids, segment.holder)
         return segment
+
+    def _next_part(
+        self, outgoing: Outgoing, num_held: int, layout: KVLayout
+    ) -> tuple[range, range] | None:
+        """Return the blocks and layers to send next.
+
+        What is there, and was not sent before, has two steps::
+
+            layer  0 [ finished         | stored by the running step ]
+                     [ finished         ]
+            block  0                    num_finished                 num_stored
+
+        A band that was begun is ended first. Then all that is finished goes, or else what the
+        running step has stored begins a band.
+        """
+        num_layers = layout.num_layers
+        num_finished, num_stored, num_stored_layers = self._progress(num_held, layout)
+        band = outgoing.band
+        if 0 < outgoing.num_layers < num_layers:
+            is_stored = band.stop <= num_stored
+            end = num_layers if band.stop <= num_finished else is_stored * num_stored_layers
+            return (band, range(outgoing.num_layers, end)) if end > outgoing.num_layers else None
+        if num_finished > band.stop:
+            return range(band.stop, num_finished), range(num_layers)
+        if num_stored > band.stop and num_stored_layers:
+            return range(band.stop, num_stored), range(num_stored_layers)
+        return None
+
+    def _progress(self, num_held: int, layout: KVLayout) -> tuple[int, int, int]:
+        """Return (blocks finished, blocks with stored layers, how many layers these have)."""
+        if self.is_whole:
+            return self.num_blocks, self.num_blocks, layout.num_layers
+        num_computed = self.sequence.num_computed_tokens
+        if num_computed >= self.num_tokens:
+            # The tokens are drawn as well, and about to be here.
+            return 0, 0, 0
+        stored = self.sequence.stored
+        num_tokens, num_layers = (0, 0) if stored is None else stored.so_far
+        is_end = num_tokens >= self.num_tokens
+        num_stored = self.num_blocks if is_end else num_tokens // layout.block_size
+        num_finished = num_computed // layout.block_size
+        return min(num_finished, num_held), min(num_stored, num_held), num_layers
 
     def begin(self, *, is_redirected: bool) -> Outgoing:
         """Start a handoff to the leg's decode worker."""

@@ -7,7 +7,8 @@ The life of a PREFILL leg, as queues; each line names what moves it on:
  3. first token           ``on_step``: to the router at once, whatever the transfer does
  4. exported              ``_left_engine``: ``Outbox.export`` renames its blocks to the export's
  5. credited              ``Sender.on_signal``: any time after 2
- 6. being sent            ``Sender.push``: in 2 what a step has finished, in 4 the rest
+ 6. being sent            ``Sender.push``: in 2 what a step has finished or, of its first layers,
+                          stored; in 4 the rest
  7. over                  ``on_handoff_over``: blocks given back, LegEnd with the times
 
 From 2 to 6 its handoff may fail and leave the KV good: ``on_export_waiting`` tells the router, and
@@ -25,7 +26,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cluster.engine.sequence import Sequence
+from cluster.engine.sequence import Sequence, StoredLayers
 from cluster.errors import Cancelled, InvalidRequest, PdserveError
 from cluster.handoff import AbortCause
 from cluster.request import Token
@@ -96,6 +97,7 @@ class PrefillHalf:
         sequence = opened.sequence(self._eos_ids, now)
         if leg.handoff_id:
             sequence.hands_over_at = len(leg.output_ids) + 1
+            sequence.stored = StoredLayers() if self.outbox.streams else None
         self._in_engine[leg.key] = _Computing(sequence)
         self._engine.add(sequence)
 
@@ -136,7 +138,7 @@ class PrefillHalf:
         for key in events.started:
             self._started(key)
         self.book.prompts(events.prompt_logprobs, self._in_engine)
-        for key, _ in events.computed:
+        for key in (*events.stored, *(key for key, _ in events.computed)):
             self.outbox.computed(key)
         for token in events.tokens:
             opened = self.book.get(token.key)

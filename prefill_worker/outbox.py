@@ -21,6 +21,7 @@ from cluster.errors import HandoffFailed
 from cluster.handoff import AbortCause
 from cluster.request import ExportWaiting
 from cluster.rpc.legs import OpenLeg, abort_error
+from prefill_worker.broken_links import BrokenLinks
 from prefill_worker.exports import Export, Outgoing, export_holder
 from prefill_worker.sender import BlockReader, Dialer, Sender, Sent
 
@@ -82,7 +83,8 @@ class Outbox:
         errands: Errands,
         streams: bool = True,
     ) -> None:
-        """With ``streams`` finished blocks go out before their export is whole."""
+        """With ``streams`` finished layers and blocks go out before their export is whole."""
+        self.streams = streams
         self._pool = pool
         self._layout = layout
         self._clock = clock
@@ -90,6 +92,7 @@ class Outbox:
         self._owner: OutboxEvents | None = None
         self._exports: dict[LegKey, Export] = {}
         self._transfers: list[Transfer] = []
+        self._broken = BrokenLinks()
         self.sender = Sender(
             pool=pool,
             cache=cache,
@@ -120,6 +123,11 @@ class Outbox:
         """The sender's counts of handoffs; and, each time, exports ``waited``, ``redirected``."""
         return self.sender.counts
 
+    @property
+    def broken_links(self) -> tuple[str, ...]:
+        """Incarnations of the decode workers to whom handoffs go on failing."""
+        return self._broken.names(self._clock.now())
+
     def report_to(self, owner: OutboxEvents) -> None:
         """Name who hears how exports end."""
         self._owner = owner
@@ -144,7 +152,7 @@ class Outbox:
         self.sender.begin(export.begin(is_redirected=False))
 
     def computed(self, key: LegKey) -> None:
-        """Send what a step has finished, if the receiver has room for it."""
+        """Send what a step has finished, or stored so far, if the receiver has room for it."""
         export = self._exports.get(key)
         if export is not None:
             self.sender.push(export)
@@ -215,6 +223,7 @@ class Outbox:
             elif outgoing.is_unanswered(now, self._lease_s):
                 error = HandoffFailed("the offer got no answer", stage="handoff")
                 self.sender.drop(outgoing, AbortCause.LEASE, error.message, tells=True)
+                self._broken.failed(outgoing.peer.incarnation, now)
                 self._wait(outgoing, error)
 
     # ---- for the sender
@@ -240,6 +249,8 @@ class Outbox:
                 transport=sent.transport,
             )
         )
+        assert export.outgoing is not None, "it was committed"
+        self._broken.worked(export.outgoing.peer.incarnation)
         self._forget(export)
         self._tell_over(export, None, None)
 
@@ -248,6 +259,8 @@ class Outbox:
     ) -> None:
         """Keep an export whose KV is good; else end its leg."""
         if is_good and error is not None:
+            if cause is AbortCause.FAULT:
+                self._broken.failed(outgoing.peer.incarnation, self._clock.now())
             self._wait(outgoing, error)
             return
         self._forget(outgoing.export)

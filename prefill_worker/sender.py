@@ -11,6 +11,7 @@ are sent as they were, also when their handoff is given up meanwhile.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 from collections import Counter
@@ -31,7 +32,7 @@ from cluster.rpc.legs import abort_error
 from cluster.transport.base import TransportError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from torch import Tensor
 
@@ -60,8 +61,10 @@ class Dialer(Protocol):
 class BlockReader(Protocol):
     """The cache, as the sender needs it; called on link threads."""
 
-    def export_blocks(self, block_ids: tuple[int, ...], out_B: Tensor) -> None:
-        """Copy whole blocks into ``out_B``."""
+    def export_blocks(
+        self, block_ids: tuple[int, ...], out_B: Tensor, layers: range | None = None
+    ) -> None:
+        """Copy these layers of blocks into ``out_B``."""
         ...
 
 
@@ -114,7 +117,7 @@ class Sender:
         events: SenderEvents,
         streams: bool,
     ) -> None:
-        """With ``streams`` finished blocks go out before their export is whole."""
+        """With ``streams`` finished layers and blocks go out before their export is whole."""
         self._pool = pool
         self._cache = cache
         self._layout = layout
@@ -150,7 +153,7 @@ class Sender:
             self.counts["started"] += 1
         self.counts["segments"] += 1
         outgoing.begin(segment, self._clock.now())
-        self._errands.run(self._send(outgoing, segment))
+        self._errands.run(self._send(outgoing, segment, self._start(outgoing, segment)))
 
     def drop(
         self, outgoing: Outgoing, cause: AbortCause, detail: str = "", *, tells: bool = False
@@ -240,13 +243,22 @@ class Sender:
         self._events.on_credited(outgoing.export)
         self.push(outgoing.export)
 
-    async def _send(self, outgoing: Outgoing, segment: Segment) -> None:
+    def _start(self, outgoing: Outgoing, segment: Segment) -> Awaitable[None]:
+        """Give a segment to the link; its manifest leaves before anything that is said later."""
         assert outgoing.link is not None, "credited over a link"
+        read = functools.partial(self._read, outgoing, segment)
         try:
-            # Given up before this ran: the abort is on its way, and no manifest shall follow it.
-            if not outgoing.handoff.is_over:
-                read = functools.partial(self._read, outgoing, segment)
-                await outgoing.link.send_export(segment.manifest, read, timeout_s=None)
+            return outgoing.link.send_export(segment.manifest, read, timeout_s=None)
+        except PdserveError as error:
+            failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            failed.set_exception(error)
+            return failed
+
+    async def _send(
+        self, outgoing: Outgoing, segment: Segment, sending: Awaitable[None]
+    ) -> None:
+        try:
+            await sending
         except PdserveError as error:
             if not outgoing.handoff.is_over:
                 # The manifest may not even have left, so that the receiver waits for it.
@@ -267,7 +279,8 @@ class Sender:
         # On the link's thread.
         if start == 0:
             outgoing.turn_at = self._clock.now()
-        self._cache.export_blocks(segment.block_ids[start : start + num_blocks], out_B)
+        block_ids = segment.block_ids[start : start + num_blocks]
+        self._cache.export_blocks(block_ids, out_B, segment.manifest.layers)
 
     def _committed(self, outgoing: Outgoing) -> None:
         handoff, export = outgoing.handoff, outgoing.export

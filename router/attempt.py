@@ -21,6 +21,7 @@ from cluster.control.facts import ExportRef, Grant, Want
 from cluster.errors import EngineFault, HandoffFailed, PdserveError, WorkerLost
 from cluster.handoff import AbortCause
 from cluster.request import (
+    NO_PREFIX,
     ExportWaiting,
     FinishReason,
     Leg,
@@ -29,6 +30,7 @@ from cluster.request import (
     LegKind,
     Peer,
     PromptLogprobs,
+    PromptPrefix,
     Redirect,
     Token,
 )
@@ -78,8 +80,10 @@ class Attempt:
         *,
         parts: Parts,
         owner: AttemptOwner,
+        prefix: PromptPrefix = NO_PREFIX,
     ) -> None:
         """``output_ids`` are out already."""
+        self._prefix = prefix
         self.peers = peers_of(grant)
         self.key = LegKey(request.request_id, grant.attempt, request.choice)
         self.reason = grant.reason
@@ -174,6 +178,7 @@ class Attempt:
             tenant=request.tenant,
             priority=request.priority,
             expected_tokens=request.expected_tokens,
+            prefix=self._prefix,
             remaining_s=request.deadline - self._parts.clock.now(),
             grant_id=self.grant_ids[-1],
             handoff_id="" if kind is LegKind.LOCAL else self._handoff_id,

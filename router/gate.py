@@ -42,7 +42,7 @@ class Gate:
         self._num_others = 0
         """Requests of other routers that wait, by the last view."""
         self._room = 0
-        self._num_coming = 0
+        self._num_entering = self._num_coming = 0
         self._chars_per_token = _CHARS_PER_TOKEN
 
     def full(self, view: ClusterView, caller: Caller) -> QueueFull | None:
@@ -50,7 +50,21 @@ class Gate:
         who = Newcomer(
             tenant=caller.tenant, standing=0, num_tokens=0, remaining_s=float("inf")
         )  # fmt: skip
-        return overload.refusal(self._load(view), who, _bounds(view))
+        num_entering = max(0, self._num_entering)
+        return overload.refusal(self._load(view, num_entering), who, _bounds(view))
+
+    @contextlib.contextmanager
+    def entering(self) -> Iterator[None]:
+        """Count a call as one that will wait, while it is checked.
+
+        Of a thousand that come at once, those that the queue has no place for hear so before they
+        have let all others have their turn.
+        """
+        self._num_entering += 1
+        try:
+            yield
+        finally:
+            self._num_entering -= 1
 
     def refusal(self, view: ClusterView, checked: Checked, caller: Caller) -> QueueFull | None:
         """Return why a call that was read may not wait; None where it may.
@@ -74,11 +88,13 @@ class Gate:
     @contextlib.contextmanager
     def coming(self, checked: Checked) -> Iterator[None]:
         """Count a call as one that will wait, while it is tokenised."""
+        self._num_entering -= 1
         self._num_coming += checked.num_all_choices
         try:
             yield
         finally:
             self._num_coming -= checked.num_all_choices
+            self._num_entering += 1
 
     def tokenised(self, checked: Checked, num_tokens: int) -> None:
         """Learn how long a token is."""
@@ -87,13 +103,13 @@ class Gate:
             now = num_chars / num_tokens
             self._chars_per_token += _LEARNS * (now - self._chars_per_token)
 
-    def _load(self, view: ClusterView) -> QueueLoad:
+    def _load(self, view: ClusterView, num_entering: int = 0) -> QueueLoad:
         num_here = self._metrics.num_queued
         if view is not self._view:
             self._view = view
             self._num_others = max(0, view.num_waiting - num_here)
             self._room = 0 if view.num_waiting else sum(map(_free_slots, view.workers))
-        num_requests = self._num_others + num_here + self._num_coming
+        num_requests = self._num_others + num_here + self._num_coming + num_entering
         standings = view.waiting_standings
         if self._ordering.policy is Policy.FCFS:
             standings = {0: num_requests}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import math
 import socket
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
     from fastapi import FastAPI
 
+    from cluster.tls import DoorTls
+
 _BACKLOG = 1024
 _GRACE_S = 1
 
@@ -26,7 +29,16 @@ _GRACE_S = 1
 class HttpDoor:
     """One HTTP server; the kernel spreads connections over all that listen on the port."""
 
-    def __init__(self, api: FastAPI, *, host: str, port: int, caps: HttpCaps | None = None) -> None:
+    def __init__(
+        self,
+        api: FastAPI,
+        *,
+        host: str,
+        port: int,
+        caps: HttpCaps | None = None,
+        tls: DoorTls | None = None,
+    ) -> None:
+        """With ``tls``, nothing else is spoken."""
         caps = caps or HttpCaps()
         places = Shares(caps.max_connections, caps.max_per_address)
         connection = functools.partial(GuardedConnection, caps=caps, places=places)
@@ -45,7 +57,9 @@ class HttpDoor:
                 proxy_headers=False,
                 server_header=False,
                 timeout_graceful_shutdown=_GRACE_S,
-            )
+                ssl_context_factory=None if tls is None else lambda *_: tls.context,
+            ),
+            caps.head_timeout_s,
         )
         self._serving: asyncio.Task[None] | None = None
 
@@ -72,15 +86,46 @@ class HttpDoor:
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         return int(listener.getsockname()[1])
 
-    async def stop(self) -> None:
-        """Refuse new calls and end those that run after a second; idempotent."""
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Refuse new calls and end those that run after ``grace_s``, or a second; idempotent.
+
+        A connection that is kept alive is closed after the call that it carries.
+        """
         serving, self._serving = self._serving, None
         if serving is not None:
+            self._server.config.timeout_graceful_shutdown = max(_GRACE_S, math.ceil(grace_s))
             self._server.should_exit = True
             await serving
 
 
 class _Server(uvicorn.Server):
+    """Give a TLS handshake as long as a request's head."""
+
+    def __init__(self, config: uvicorn.Config, handshake_timeout_s: float) -> None:
+        super().__init__(config)
+        self._handshake_timeout_s = handshake_timeout_s
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve on the sockets; uvicorn's own waits a minute for a peer that says nothing."""
+        make = functools.partial(
+            cast("Any", self.config.http_protocol_class),
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        tls = self.config.ssl
+        self.servers = [
+            await asyncio.get_running_loop().create_server(
+                make,
+                sock=each,
+                ssl=tls,
+                ssl_handshake_timeout=self._handshake_timeout_s if tls is not None else None,
+                backlog=_BACKLOG,
+            )
+            for each in sockets or ()
+        ]
+        self.started = True
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Leave signals to whoever hosts the router."""

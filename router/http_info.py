@@ -49,7 +49,9 @@ def add_health(api: FastAPI, service: Service) -> None:
         """Whether requests can be served now; if not, what is missing."""
         readiness = service.readiness()
         status = "ready" if readiness.is_ready else "not ready"
-        body = Health(status=status, missing=list(readiness.missing))
+        body = Health(
+            status=status, missing=list(readiness.missing), reasons=list(readiness.reasons)
+        )
         return _json(body, 200 if readiness.is_ready else 503)
 
     @api.get("/metrics", response_class=Response, responses=openapi.METRICS)

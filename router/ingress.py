@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from cluster.errors import EngineFault
 from cluster.policy.order import Ordering
 from cluster.policy.tiers import Tiers
 from cluster.rpc.client import WorkerClient
+from cluster.tls import DoorTls
 from cluster.trust import ClusterToken
 from router.api import build_api
 from router.auth import Keys
@@ -62,6 +64,7 @@ class Ingress:
         )
         open_door.keys.check_tiers(open_door.tiers)
         token = ClusterToken.load(config.security)
+        tls = DoorTls(config.security) if config.security.has_door_tls else None
 
         def route(events: RouteEvents) -> RouteClient:
             client = RouteClient(
@@ -106,12 +109,14 @@ class Ingress:
                 max_head_bytes=config.limits.max_header_bytes,
                 max_per_address=config.limits.max_connections_per_address,
             ),
+            tls=tls,
         )
         self._grpc = GrpcDoor(
             service,
             host=endpoints.host,
             port=endpoints.grpc_port,
             caps=GrpcCaps(max_per_address=config.limits.max_connections_per_address),
+            tls=tls,
         )
 
     async def start(self) -> None:
@@ -120,10 +125,12 @@ class Ingress:
         await self._grpc.start()
         await self._http.start()
 
-    async def stop(self) -> None:
-        """Close the doors and end what still runs."""
-        await self._grpc.stop()
-        await self._http.stop()
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Close the doors at once, and end what still runs after ``grace_s``.
+
+        Whoever comes meanwhile finds another router of the host: they share its ports.
+        """
+        await asyncio.gather(self._grpc.stop(grace_s), self._http.stop(grace_s))
         await self._service.stop()
 
     async def check_health(self) -> None:
@@ -135,5 +142,5 @@ class Ingress:
 
 def _max_open_calls(config: DeployConfig) -> int:
     """Calls that can run or wait in the whole cluster."""
-    running = sum(pool.count * pool.max_num_seqs for pool in config.pools)
+    running = sum(pool.max_count * pool.max_num_seqs for pool in config.pools)
     return config.scheduling.max_queue_requests + running

@@ -24,17 +24,15 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from cluster.control.facts import Want
-from cluster.control.prefixes import NO_PREFIX
 from cluster.errors import Cancelled, DeadlineExceeded, EngineFault, PdserveError, WorkerLost
 from cluster.handoff import AbortCause
-from cluster.request import FinishReason, PromptLogprobs, Token
+from cluster.request import NO_PREFIX, FinishReason, PromptLogprobs, Token
 from router.attempt import Attempt
 from router.events import Accepted, Delta, Finish, Scored
 from router.timeline import Record, cached_tokens, make_timeline
 
 if TYPE_CHECKING:
     from cluster.control.facts import ExportRef, Grant
-    from cluster.control.prefixes import PromptPrefix
     from router.parts import Parts
 
 logger = logging.getLogger(__name__)
@@ -66,6 +64,7 @@ class Life:
         self._record = Record()
         self._num_wants = 0
         self._num_failures = 0  # attempts in a row that gave no token and killed nobody
+        self._prefix = NO_PREFIX
         self._avoid: list[str] = []
         self._died: set[str] = set()
 
@@ -138,16 +137,10 @@ class Life:
             tenant=self.request.tenant,
             expected_tokens=self.request.expected_tokens,
             cached_on=self._accepted.cached_on,
-            prefix=NO_PREFIX if export is not None else self._prefix(),
+            prefix=NO_PREFIX if export is not None else self._prefix,
         )
 
     # ---- inside
-
-    def _prefix(self) -> PromptPrefix:
-        request, parts = self.request, self._parts
-        if request.params.prompt_logprobs:
-            return NO_PREFIX  # every position is computed
-        return parts.prefixes.of(parts.route.prefix_key, request.tenant, request.prompt_ids)
 
     async def _live(self) -> Finish:
         try:
@@ -171,8 +164,13 @@ class Life:
     async def _place(self) -> Grant:
         # What was let in once and fails here was not refused before work.
         self._phase = "placement" if self._record.num_attempts else "queue"
+        request, parts = self.request, self._parts
+        if not request.params.prompt_logprobs:  # for these every position is computed
+            self._prefix = parts.prefixes.of(
+                parts.route.prefix_key, request.tenant, request.prompt_ids
+            )
         with self._parts.metrics.queued():
-            grant = await self._parts.route.want(self.want())
+            grant = await parts.route.want(self.want())
         if not self._output_ids:
             self._record.queue_s = self._parts.clock.now() - self._accepted.accepted
         return grant
@@ -185,7 +183,10 @@ class Life:
         cause = AbortCause.FAULT
         num_output_tokens = 0  # known only where the request ends well
         try:
-            attempt = Attempt(grant, self.request, self._output_ids, parts=self._parts, owner=self)
+            attempt = Attempt(
+                grant, self.request, self._output_ids, parts=self._parts, owner=self,
+                prefix=self._prefix,
+            )  # fmt: skip
             grant_ids = attempt.grant_ids
             self._begin()
             try:

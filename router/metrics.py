@@ -200,6 +200,7 @@ _WORKER = ("worker", "pool", "role")
 _GAUGES = {
     "running": "Sequences that share steps",
     "waiting": "Sequences that wait for a step",
+    "swapped": "Sequences that wait with their KV in CPU memory",
     "transferring": "Handoffs offered, being sent or received",
 }
 

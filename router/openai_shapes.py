@@ -211,10 +211,15 @@ class ModelList(BaseModel):
 
 
 class Health(BaseModel):
-    """The answer of /health/live and /health/ready; ``missing`` names roles without a worker."""
+    """The answer of /health/live and /health/ready.
+
+    ``missing`` names roles without a worker, ``control plane``, or ``link`` where none works;
+    ``reasons`` tells of these, and of links that fail, in words.
+    """
 
     status: str
     missing: list[str] = []
+    reasons: list[str] = []
 
 
 class TokenizeAnswer(BaseModel):

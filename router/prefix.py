@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from cluster.control.prefixes import MAX_NAMES, NO_PREFIX, PromptPrefix
 from cluster.kv.prefix_index import PrefixIndex
+from cluster.request import MAX_PREFIX_NAMES, NO_PREFIX, PromptPrefix
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -49,7 +49,7 @@ class PrefixNames:
         owner = "" if self._are_tenants_one else tenant
         self._index.extend(digests, owner, prompt_ids[: num_blocks * self._unit])
         step = 1
-        while num_blocks // step > MAX_NAMES:
+        while num_blocks // step > MAX_PREFIX_NAMES:
             step *= 2
         names = [int.from_bytes(d[:_NAME_BYTES], "little") for d in digests[step - 1 :: step]]
         return PromptPrefix(stride_tokens=step * self._unit, names=tuple(names))

@@ -15,7 +15,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cluster.config import SchedulingConfig
-from cluster.control.readiness import can_serve, lack, may_wait, missing_roles
+from cluster.control.readiness import (
+    LINK,
+    broken_links,
+    can_serve,
+    faults,
+    lack,
+    may_wait,
+    missing_roles,
+)
 from cluster.errors import (
     ClusterFull,
     EngineFault,
@@ -52,7 +60,10 @@ logger = logging.getLogger(__name__)
 VIEW_MAX_AGE_S = 15.0
 """An older picture of the cluster is none: the control plane is gone, not restarting. One that was
 stopped for 10 s is waited for."""
+READY_MAX_AGE_S = 6.0
+"""With an older one nobody else should send requests here, though those that come still wait."""
 _RETRY_AFTER_S = 1.0
+CONTROL_PLANE = "control plane"
 MAX_WATCHERS = 256
 """Clients that watch the cluster through one router."""
 
@@ -62,7 +73,13 @@ class Readiness:
     """Whether requests can be served now; ``missing`` names what they lack, or do without."""
 
     missing: tuple[str, ...]
+    reasons: tuple[str, ...]
+    """In words; also of what is broken and not missing."""
     is_ready: bool = False
+
+    def has(self, role: str) -> bool:
+        """Whether a worker fills a role."""
+        return not {role, CONTROL_PLANE} & set(self.missing)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +160,8 @@ class Service:
             raise
         self._num_at_edge += 1
         try:
-            yield
+            with self._gate.entering():
+                yield
         finally:
             self._num_at_edge -= 1
             self._streams.give_back(caller)
@@ -260,14 +278,18 @@ class Service:
         """Say whether a request could be placed now, and which role lacks a worker.
 
         A suspected worker counts: it is back or declared dead within 3 s, and a request waits for
-        it so long. So a busy or stuttering worker doesn't flap, and a dead one shows in 4 s.
-        Decode workers prefill by themselves while there is no prefill worker.
+        it so long. So a busy or stuttering worker doesn't flap, and a dead one shows in 4 s, one
+        whose engine hangs in 7 s. Decode workers prefill by themselves while there is no prefill
+        worker, or no link that works.
         """
-        view = self._fresh_view()
+        view = self._fresh_view(READY_MAX_AGE_S)
         if view is None:
-            return Readiness(("control plane",))
-        missing = tuple(role.value for role in missing_roles(view))
-        return Readiness(missing, is_ready=can_serve(view))
+            return Readiness((CONTROL_PLANE,), (f"{CONTROL_PLANE}: it does not answer",))
+        missing = [role.value for role in missing_roles(view)]
+        num_broken, num_links = broken_links(view)
+        if num_broken and num_broken == num_links:
+            missing.append(LINK)
+        return Readiness(tuple(missing), faults(view), is_ready=can_serve(view))
 
     async def _cancel(self, name: str, timeout_s: float) -> bool:
         if self._door.calls.cancel(name):
@@ -290,9 +312,9 @@ class Service:
         self._door.calls.remove(call)
         self._streams.give_back(call.caller)
 
-    def _fresh_view(self) -> ClusterView | None:
+    def _fresh_view(self, max_age_s: float = VIEW_MAX_AGE_S) -> ClusterView | None:
         route = self.dispatcher.route
-        if route.view is None or route.view_age_s(self._clock.now()) > VIEW_MAX_AGE_S:
+        if route.view is None or route.view_age_s(self._clock.now()) > max_age_s:
             return None
         return route.view
 

@@ -9,6 +9,7 @@ from cluster.engine.plan import Outcome, Plan, Scheduled, SequenceEnd, StepEvent
 from cluster.engine.rules import Rules
 from cluster.engine.scheduler import StepScheduler
 from cluster.engine.sequence import Sequence
+from cluster.engine.stored import OnStored
 from cluster.errors import Cancelled, PdserveError
 from cluster.kv.block_pool import BlockPool
 from cluster.kv.prefix_index import PrefixIndex
@@ -146,7 +147,7 @@ class FakeRunner:
                 if (here, offset) in source:
                     target[there, offset] = source[here, offset]
 
-    def run(self, plan: Plan) -> Outcome:
+    def run(self, plan: Plan, on_stored: OnStored | None = None) -> Outcome:
         self.plans.append(plan)
         for share in plan.shares:
             self._check_history(share)

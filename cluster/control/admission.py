@@ -11,6 +11,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cluster import config_rules
 from cluster.config import Dtype
 from cluster.control.facts import RefusedWorker
 from cluster.errors import ConfigError
@@ -19,7 +20,7 @@ from cluster.kv.layout import KVLayout
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from cluster.config import DeployConfig, PoolConfig
+    from cluster.config import DeployConfig, PoolConfig, Role
     from cluster.control.facts import Registration
 
 _MAX_REFUSED = 64
@@ -44,12 +45,23 @@ def objection(
     for field, expected, got in _expectations(config, pool, new, layout):
         if expected != got:
             return f"{field}: {expected} in the deploy file, {got} at the worker"
+    if (obstacle := role_obstacle(config, pool, new.role)) is not None:
+        return obstacle
     if not 0 < new.max_model_len <= config.model.max_model_len:
         allowed = config.model.max_model_len
         return (
             f"max_model_len: 1 to {allowed} in the deploy file, {new.max_model_len} at the worker"
         )
     return _difference(new, layout, others)
+
+
+def role_obstacle(config: DeployConfig, pool: PoolConfig, role: Role) -> str | None:
+    """Return why no worker of a pool may serve in a role; None where one may."""
+    try:
+        config_rules.check_role(config, pool, role)
+    except ConfigError as error:
+        return f"role {role.value}: {error.message}"
+    return None
 
 
 def block_bytes(layout: str) -> int:
@@ -64,7 +76,7 @@ def _expectations(
     config: DeployConfig, pool: PoolConfig, new: Registration, layout: KVLayout
 ) -> list[tuple[str, object, object]]:
     expectations: list[tuple[str, object, object]] = [
-        ("role", pool.role.value, new.role.value),
+        ("role", pool.role.value, (new.pool_role or new.role).value),
         ("transport", config.transport.value, new.transport),
         ("max_num_seqs", pool.max_num_seqs, new.num_slots),
         ("num_blocks", pool.num_blocks, new.num_blocks),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 import grpc
 import grpc.aio
 
+from cluster import tls
 from cluster.trust import ClusterToken
 from cluster.wire.control_pb2_grpc import ControlStub
 
@@ -177,10 +178,18 @@ class Connection(Generic[Up, Down]):
 
         self.tap.incoming(_kind(message), pass_on)
 
+    def _note_refusal(self, error: grpc.aio.AioRpcError) -> None:
+        refusal = tls.refusal(error)
+        if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+            refusal = error.details() or "not let in"
+        if refusal and refusal != self.refusal:
+            logger.error("stream=%s control=%s %s", self._name, self._address, refusal)
+            self.refusal = refusal
+
     async def _one_stream(self) -> bool:
         """Live through one stream; whether the other end spoke."""
         outgoing: asyncio.Queue[Up | None] = asyncio.Queue()
-        async with grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel:
+        async with self._token.channel(self._address, CHANNEL_OPTIONS) as channel:
             call = self._pick(ControlStub(channel))(metadata=self._token.metadata)
             writer = asyncio.get_running_loop().create_task(_write(call, outgoing))
             try:
@@ -190,8 +199,7 @@ class Connection(Generic[Up, Down]):
                     self._take(message, outgoing)
             except grpc.aio.AioRpcError as error:
                 logger.debug("stream=%s %s %s", self._name, error.code(), error.details())
-                if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-                    self.refusal = error.details() or "not let in"
+                self._note_refusal(error)
             except Exception:
                 # Ours or theirs, a message that cannot be taken must not end the reconnecting.
                 logger.exception("stream=%s failed on a message", self._name)

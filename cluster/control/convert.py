@@ -9,8 +9,8 @@ import math
 
 from cluster.config import Role
 from cluster.control import facts
-from cluster.control.prefixes import MAX_NAMES, NO_PREFIX, PromptPrefix
 from cluster.errors import BY_CODE, EngineFault, InvalidRequest, PdserveError
+from cluster.request import MAX_PREFIX_NAMES, NO_PREFIX, PromptPrefix
 from cluster.wire import control_pb2 as pb
 
 _MAX_ID_CHARS = 256
@@ -69,7 +69,8 @@ def _prefix_from_wire(message: pb.Want) -> PromptPrefix:
     names, stride_tokens = message.prefix_names, message.prefix_stride_tokens
     if not names:
         return NO_PREFIX
-    if len(names) > MAX_NAMES or not 0 < stride_tokens * len(names) <= message.num_prompt_tokens:
+    num_named = stride_tokens * len(names)
+    if len(names) > MAX_PREFIX_NAMES or not 0 < num_named <= message.num_prompt_tokens:
         raise InvalidRequest("prefix_names: more than the prompt has", field="prefix_names")
     return PromptPrefix(stride_tokens=stride_tokens, names=tuple(names))
 
@@ -178,19 +179,17 @@ def registration_to_wire(registration: facts.Registration) -> pb.Register:
         pid=registration.pid,
         transport=registration.transport,
         tokenizer=registration.tokenizer,
+        pool_role=registration.pool_role.value if registration.pool_role is not None else "",
     )
 
 
 def registration_from_wire(message: pb.Register) -> facts.Registration:
     """Read a registration."""
-    roles = {role.value: role for role in Role}
-    if message.role not in roles:
-        raise InvalidRequest(f"role: unknown role {message.role!r}", field="role")
     return facts.Registration(
         worker_id=_name("worker_id", message.worker_id),
         incarnation=_name("incarnation", message.incarnation),
         pool=_text("pool", message.pool),
-        role=roles[message.role],
+        role=role_from_wire("role", message.role),
         address=_name("address", message.address),
         num_slots=message.num_slots,
         num_blocks=message.num_blocks,
@@ -203,7 +202,17 @@ def registration_from_wire(message: pb.Register) -> facts.Registration:
         pid=message.pid,
         transport=_text("transport", message.transport),
         tokenizer=_text("tokenizer", message.tokenizer),
+        pool_role=role_from_wire("pool_role", message.pool_role) if message.pool_role else None,
     )
+
+
+def role_from_wire(field: str, value: str) -> Role:
+    """Read a role by its name."""
+    roles = {role.value: role for role in Role}
+    if value not in roles:
+        named = ", ".join(roles)
+        raise InvalidRequest(f"{field}: unknown role {value[:32]!r}, not {named}", field=field)
+    return roles[value]
 
 
 def report_to_wire(report: facts.WorkerReport) -> pb.WorkerReport:
@@ -223,6 +232,8 @@ def report_to_wire(report: facts.WorkerReport) -> pb.WorkerReport:
         held_grants=report.held_grants,
         unreserved_grants=report.unreserved_grants,
         num_steps=report.num_steps,
+        step_patience_s=report.step_patience_s,
+        broken_links=report.broken_links,
         step_base_s=report.step_base_s,
         step_per_seq_s=report.step_per_seq_s,
         prefill_per_token_s=report.prefill_per_token_s,
@@ -236,6 +247,10 @@ def report_to_wire(report: facts.WorkerReport) -> pb.WorkerReport:
             for sample in report.transfers
         ],
         counters=dict(report.counters),
+        num_swapped=report.num_swapped,
+        gone_prefixes=report.gone_prefixes,
+        has_lost_prefixes=report.has_lost_prefixes,
+        is_draining=report.is_draining,
     )
 
 
@@ -257,11 +272,17 @@ def report_from_wire(message: pb.WorkerReport) -> facts.WorkerReport:
         held_grants=tuple(message.held_grants),
         unreserved_grants=tuple(message.unreserved_grants),
         num_steps=message.num_steps,
+        step_patience_s=message.step_patience_s,
+        broken_links=tuple(message.broken_links),
         step_base_s=_speed("step_base_s", message.step_base_s),
         step_per_seq_s=_speed("step_per_seq_s", message.step_per_seq_s),
         prefill_per_token_s=_speed("prefill_per_token_s", message.prefill_per_token_s),
         transfers=tuple(_sample_from_wire(sample) for sample in message.transfers),
         counters=dict(message.counters),
+        num_swapped=message.num_swapped,
+        gone_prefixes=tuple(message.gone_prefixes),
+        has_lost_prefixes=message.has_lost_prefixes,
+        is_draining=message.is_draining,
     )
 
 

@@ -1,7 +1,15 @@
 """What a route costs, in predicted seconds, and which of several is taken.
 
     cost = wait at the prefill worker + predicted prefill + transfer
-           + wait at the decode worker + expected output x its step time with this sequence
+           + wait at the decode worker
+           + expected output x its step time with this sequence x crowding
+
+Crowding is what a place costs those who come later. It is 1 on an empty worker, and grows to many
+as the last places or blocks go: so at a low load the fast workers have all of it, and near the
+limit every worker is as full as the others, which is to say that its share of the tokens follows
+its measured speed. By step times alone a fast worker is filled to its last block, and preempts,
+while a slower one has room. The form is that of the wait in a queue before c servers (Sakasegawa,
+"An approximation formula L_q = a p^b / (1 - p)", 1977), with the b of eight servers.
 
 Neutral where nothing differs: a worker whose measured speed is near its pool's mean counts as the
 mean (``speeds``), costs within ``_TIE_S`` are equal, and among equals the least recently granted
@@ -25,6 +33,8 @@ if TYPE_CHECKING:
 _SPEED_AGE_S = 60.0
 """What a worker showed of its speed counts for nothing after so long without a step."""
 _TIE_S = 2e-3
+_ALL_BUT_FULL = 0.99
+"""What is fuller than this counts as this: it still has a price."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +152,7 @@ class CostModel:
         per_seq_s = self._speeds.level(entry, Speed.STEP_PER_SEQ)
         step_s = self._speeds.level(entry, Speed.STEP_BASE) + per_seq_s * num_seqs
         wait_s = step_s if num_seqs > 0 else 0.0
-        return wait_s + num_tokens * (step_s + per_seq_s)
+        return wait_s + num_tokens * (step_s + per_seq_s) * _crowding(entry)
 
     def speeds(self, entry: WorkerEntry, num_seqs: int) -> tuple[float, float]:
         """Return its seconds for a prompt token, and for a step of so many sequences."""
@@ -191,6 +201,14 @@ class CostModel:
     def _recency(self, route: Route) -> tuple[int, int, int]:
         orders = [entry.last_granted for entry in route.workers]
         return (self._ledger.last_granted(route.worker_ids), max(orders), sum(orders))
+
+
+def _crowding(entry: WorkerEntry) -> float:
+    registration = entry.registration
+    slots = entry.num_slots_used / registration.num_slots
+    blocks = 1.0 - entry.num_blocks_free / registration.num_blocks
+    taken = min(max(slots, blocks), _ALL_BUT_FULL)
+    return 1.0 + taken**3 / (1.0 - taken)
 
 
 def _kind(route: Route) -> str:

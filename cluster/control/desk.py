@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from cluster.config import DeployConfig
     from cluster.control.facts import Registration
     from cluster.control.settings import ControlSettings
+    from cluster.policy.load import Load
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,10 @@ class Desk(pb_grpc.ControlServicer):
             session.put_view(pb.RouteDecision(view=view))
         for watcher in self._watchers:
             watcher.put_view(view)
+
+    def load(self) -> Load:
+        """Return what scaling goes by."""
+        return self._planner.load()
 
     def close(self) -> None:
         """End every stream."""
@@ -154,6 +159,21 @@ class Desk(pb_grpc.ControlServicer):
     async def GetCluster(self, request: pb.GetClusterRequest, context: Any) -> pb.ClusterView:
         """Answer with the view."""
         return self._view()
+
+    async def Order(self, request: pb.WorkerOrder, context: Any) -> pb.OrderGiven:
+        """Pass an operator's order on to a worker."""
+        try:
+            role = convert.role_from_wire("role", request.role) if request.role else None
+            told = self._planner.check_order(request.worker_id, role)
+        except InvalidRequest as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
+        order = pb.Directive(drain=pb.Drain(term=self._term))
+        if role is not None:
+            order = pb.Directive(role=pb.TakeRole(term=self._term, role=role.value))
+        self._workers[told.worker_id].put(order)
+        logger.info("worker=%s told to %s", told.worker_id,
+                    f"be a {role.value} worker" if role else "drain")  # fmt: skip
+        return pb.OrderGiven(incarnation=told.incarnation)
 
     async def WatchCluster(
         self, request: pb.GetClusterRequest, context: Any

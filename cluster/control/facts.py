@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cluster.config import Role
-from cluster.control.prefixes import NO_PREFIX, PromptPrefix
 from cluster.errors import PdserveError
-from cluster.request import Peer
+from cluster.request import NO_PREFIX, Peer, PromptPrefix
 
 
 class Health(enum.Enum):
@@ -22,6 +21,8 @@ class Health(enum.Enum):
     ALIVE = "alive"
     SUSPECTED = "suspected"
     """Missed a beat, or has not reported yet: keeps what it has, gets no new grants."""
+    STALLED = "stalled"
+    """Reports, and its engine hangs in a step: the same, and it is not waited for."""
 
 
 # ---- router -> control plane
@@ -172,6 +173,8 @@ class Registration:
     """A ``TransportKind`` value."""
     tokenizer: str = ""
     """Digest of the tokenizer beside the weights; empty where there is none."""
+    pool_role: Role | None = None
+    """What its pool is for, where it was told to take another role; None: ``role``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,14 +193,27 @@ class WorkerReport:
     unreserved_grants: tuple[str, ...] = ()
     """Those of them that hold no blocks yet: what ``blocks`` does not show."""
     num_steps: int = 0
+    step_patience_s: float = 0.0
+    """How long the step that runs may take; 0: none runs. One that takes longer hangs."""
+    broken_links: tuple[str, ...] = ()
+    """Incarnations of decode workers to whom the last handoff failed, and none succeeded since."""
     step_base_s: float = 0.0
     """Measured speeds; zero: not measured yet, the registration's hold."""
     step_per_seq_s: float = 0.0
     prefill_per_token_s: float = 0.0
     transfers: tuple[TransferSample, ...] = ()
     """Transfers that ended since the last report."""
+    num_swapped: int = 0
+    """Of those that wait: sequences whose KV is in CPU memory."""
+    gone_prefixes: tuple[int, ...] = ()
+    """Names of prompts' beginnings that its cache has no more, or never got, since the last
+    report."""
+    has_lost_prefixes: bool = False
+    """More of them went than it could tell: nothing is known of its cache."""
     counters: Mapping[str, float] = field(default_factory=dict)
     """Monotonic counters of this incarnation, named as in /metrics."""
+    is_draining: bool = False
+    """Takes no new work, ends what it has, and will leave."""
 
 
 # ---- the view

@@ -198,9 +198,9 @@ class Fleet:
         free = entry.num_blocks_free * entry.registration.block_size
         ahead = entry.run_ahead_tokens
         prefill = min(free, self._run_ahead_tokens - ahead) if ahead > 0 else free
-        is_shut = entry.health is not Health.ALIVE or is_closed(
-            pool.batching, num_running=entry.report.num_running
-        )
+        report = entry.report
+        is_shut = entry.health is not Health.ALIVE or report.is_draining
+        is_shut |= is_closed(pool.batching, num_running=report.num_running)
         has_slot = part is Part.PREFILL or entry.num_slots_used < pool.num_batch_slots
         is_computing = part is not Part.DECODE
         if is_shut or free < 1 or not has_slot or (is_computing and prefill < 1):

@@ -5,20 +5,21 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from cluster.config import Role
 from cluster.control.admission import block_bytes
 from cluster.control.facts import BlockCounts, Grant, Health, Registration, WorkerReport
 from cluster.control.prefixes import PrefixTable
+from cluster.control.shunned import ShunnedLinks
 from cluster.control.worker_entry import Charge, WorkerEntry
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from cluster.config import Role
     from cluster.control.facts import ExportRef, LinkView
     from cluster.control.links import LinkTable
 
@@ -62,6 +63,12 @@ class GrantRecord:
         prefill, decode = self.grant.prefill, self.grant.decode
         return (prefill.worker_id if prefill else "", decode.worker_id if decode else "")
 
+    @property
+    def incarnations(self) -> tuple[str, str]:
+        """The same two by their incarnations."""
+        prefill, decode = self.grant.prefill, self.grant.decode
+        return (prefill.incarnation if prefill else "", decode.incarnation if decode else "")
+
 
 class Ledger:
     """Workers and grants. Keeps the sums, also of the bytes under way; decides nothing."""
@@ -71,12 +78,14 @@ class Ledger:
         self.workers: dict[str, WorkerEntry] = {}
         self.grants: dict[str, GrantRecord] = {}
         self.num_changes = 0
-        """How often workers have come or gone."""
+        """How often workers have come or gone, or begun to drain."""
         self.changed: set[str] = set()
         """Workers that changed in what placing depends on; whoever reads it empties it."""
         self._of_role: dict[Role, dict[str, WorkerEntry]] = {}
+        self._num_of: Counter[tuple[str, Role]] = Counter()
         self.prefixes = PrefixTable()
         """Which prompts' beginnings each worker has."""
+        self.shunned = ShunnedLinks()
         self.max_model_len: int | None = None
         """Of the worker with the longest context; None without workers."""
         self._by_want: dict[WantKey, str] = {}
@@ -94,19 +103,24 @@ class Ledger:
             empty = WorkerReport(blocks=BlockCounts(free=registration.num_blocks))
             entry = WorkerEntry(registration, empty, now, self.changed)
             entry.block_bytes = block_bytes(registration.layout)
-            self.prefixes.forget(registration.worker_id)
             self.workers[registration.worker_id] = entry
-            self.num_changes += 1
-            self._of_role.setdefault(registration.role, {})[registration.worker_id] = entry
+            self._num_of[registration.pool, registration.role] += 1
+            self._list(entry)
+        # What an earlier stream had under way was perhaps lost with it: what is gone, too.
+        self.prefixes.forget(registration.worker_id)
         entry.registration = registration
         self.max_model_len = max(self.max_model_len or 0, registration.max_model_len)
-        entry.lost_at, entry.reported_at = None, now
+        entry.lost_at, entry.reported_at, entry.moved_at = None, now, now
         entry.judge(Health.SUSPECTED)
         return entry
 
     def of_role(self, role: Role) -> Iterable[WorkerEntry]:
-        """Return the workers of a role."""
+        """Return the workers of a role, but those that drain: they take nothing new."""
         return self._of_role.get(role, {}).values()
+
+    def roles_of(self, pool: str) -> frozenset[Role]:
+        """Return the roles in which workers of a pool serve, those that drain too."""
+        return frozenset(role for role in Role if self._num_of[pool, role])
 
     def entry(self, worker_id: str, incarnation: str) -> WorkerEntry | None:
         """Return the entry of exactly this incarnation."""
@@ -121,9 +135,9 @@ class Ledger:
         Their legs on other workers may be starting: they count until the router is done with the
         grant, or until nobody has reported them in time.
         """
-        role = self.workers.pop(worker_id).registration.role
-        del self._of_role[role][worker_id]
-        self.num_changes += 1
+        entry = self.workers.pop(worker_id)
+        self._num_of[entry.registration.pool, entry.registration.role] -= 1
+        self._unlist(entry)
         lengths = (entry.registration.max_model_len for entry in self.workers.values())
         self.max_model_len = max(lengths, default=None)
         self.changed.add(worker_id)
@@ -139,6 +153,7 @@ class Ledger:
             self._end_transfer(record)
         self.links.forget(worker_id)
         self.prefixes.forget(worker_id)
+        self.shunned.learn(entry.registration.incarnation, (), 0.0)
         return len(lost)
 
     def add_grant(self, record: GrantRecord, order: int, now: float) -> None:
@@ -153,6 +168,7 @@ class Ledger:
         if record.pools is not None:
             record.is_in_flight = True
             self.links.started(record.pair, record.pools, record.transfer_bytes)
+            self.shunned.tried(record.incarnations, now)
         if record.export_grant_id:
             sender = self.workers[record.pair[0]]
             sender.sending[record.grant.grant_id] = record.export_grant_id
@@ -204,6 +220,8 @@ class Ledger:
 
     def take_report(self, entry: WorkerEntry, report: WorkerReport, now: float) -> None:
         """Take a report in, with its transfer samples."""
+        self._note_draining(entry, report)
+        report = self._without_gone(entry, report)
         for grant_id in entry.take(report, now):
             ended = self.grants.get(grant_id)
             if ended is not None and ended.pair[0] == entry.worker_id:
@@ -212,10 +230,7 @@ class Ledger:
             if leg_grant_id not in entry.held:
                 self._end_transfer(self.grants[grant_id])
         self._learn(entry, report, now)
-        if not report.blocks.free:
-            # Blocks are taken from the cache only when no other is left.
-            num_blocks = report.blocks.cached + report.blocks.held
-            self.prefixes.keep(entry.worker_id, num_blocks * entry.registration.block_size)
+        self.shunned.learn(entry.registration.incarnation, report.broken_links, now)
         for grant_id in entry.held - entry.charges.keys():
             if entry.worker_id in self._done.get(grant_id, ()):
                 # It was on its way when its router was done with it, or its worker was away.
@@ -260,7 +275,7 @@ class Ledger:
     def rearm(self, now: float) -> None:
         """Start every timer again: we were the ones who were away."""
         for entry in self.workers.values():
-            entry.reported_at = now
+            entry.reported_at = entry.moved_at = now
             entry.lost_at = None if entry.lost_at is None else now
             entry.unseen = dict.fromkeys(entry.unseen, now)
             entry.done_at = dict.fromkeys(entry.done_at, now)
@@ -282,6 +297,27 @@ class Ledger:
             assert entry.sending.keys() <= self.grants.keys(), entry.worker_id
         for key, grant_id in self._by_want.items():
             assert self.grants[grant_id].key == key, key
+
+    def _list(self, entry: WorkerEntry) -> None:
+        self._of_role.setdefault(entry.registration.role, {})[entry.worker_id] = entry
+        self.num_changes += 1
+
+    def _note_draining(self, entry: WorkerEntry, report: WorkerReport) -> None:
+        if report.is_draining is not entry.report.is_draining:
+            self._unlist(entry)
+
+    def _unlist(self, entry: WorkerEntry) -> None:
+        self._of_role[entry.registration.role].pop(entry.worker_id, None)
+        self.num_changes += 1
+
+    def _without_gone(self, entry: WorkerEntry, report: WorkerReport) -> WorkerReport:
+        """Learn what its cache has no more; returns the report without it, as views show it."""
+        if not (report.gone_prefixes or report.has_lost_prefixes):
+            return report
+        if report.has_lost_prefixes:
+            self.prefixes.forget(entry.worker_id)
+        self.prefixes.drop(entry.worker_id, report.gone_prefixes)
+        return replace(report, gone_prefixes=(), has_lost_prefixes=False)
 
     def _learn(self, entry: WorkerEntry, report: WorkerReport, now: float) -> None:
         for sample in report.transfers:

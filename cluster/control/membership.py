@@ -2,6 +2,11 @@
 
     registered (suspected) --report--> ALIVE --silence, or a broken stream--> SUSPECTED --report on
     a live stream--> ALIVE; SUSPECTED for too long, replaced or left: forgotten, with its grants
+    ALIVE --a step that takes too long--> STALLED --a report of another step--> ALIVE
+
+A worker that reports that it drains keeps what it has and gets nothing new (``ledger.of_role``,
+``fleet``), until it leaves. It alone knows: an order to drain, or to come back in another role, is
+checked here and passed on, and who starts anew as a control plane learns it from the next report.
 
 Routers are told of the dead, and drop all they have there. Of a worker that takes its leave in
 peace they hear nothing here: its legs may run to their end, and the streams to it say when they do.
@@ -20,10 +25,10 @@ from cluster.control import admission
 from cluster.control.admission import Refusals
 from cluster.control.decisions import AbortLegs, Decision, WorkerDied
 from cluster.control.facts import Health, Registration, WorkerReport
-from cluster.errors import StartupError
+from cluster.errors import InvalidRequest, StartupError
 
 if TYPE_CHECKING:
-    from cluster.config import DeployConfig
+    from cluster.config import DeployConfig, Role
     from cluster.control.ledger import Ledger
     from cluster.control.settings import ControlSettings
     from cluster.control.worker_entry import WorkerEntry
@@ -31,6 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_REPLACED = 1024
+_MAX_SHOWN_CHARS = 64
 LEFT_FOR_FAULT = "fault"
 """The reason of a leave that is a death: nothing runs there any more."""
 
@@ -73,9 +79,14 @@ class Membership:
         entry = self._ledger.entry(worker_id, incarnation)
         if entry is None:
             return
-        if entry.lost_at is None:
-            entry.judge(Health.ALIVE)
         self._ledger.take_report(entry, report, now)
+        if entry.lost_at is not None:
+            return
+        if not entry.is_stalled(now):
+            entry.judge(Health.ALIVE)
+        elif entry.health is not Health.STALLED:
+            entry.judge(Health.STALLED)
+            logger.warning("worker=%s stalled: no step in %.1f s", worker_id, now - entry.moved_at)
 
     def stream_lost(self, worker_id: str, incarnation: str, now: float) -> None:
         """Suspect a worker at once; it is dead unless it is back within the grace."""
@@ -95,6 +106,33 @@ class Membership:
         self._forget(entry, f"left ({reason})")
         return []
 
+    def check_order(self, worker_id: str, role: Role | None) -> Registration:
+        """Return the worker that can follow an order to drain, or with a ``role`` to take that.
+
+        Raises InvalidRequest, naming the worker or the role, where there is none.
+        """
+        entry = self._ledger.workers.get(worker_id)
+        if entry is None:
+            known = ", ".join(sorted(self._ledger.workers)) or "nobody"
+            reason = f"no worker is called {worker_id[:_MAX_SHOWN_CHARS]!r}: there is {known}"
+            raise InvalidRequest(reason, field="worker")
+        present = entry.registration
+        if entry.lost_at is not None:
+            raise InvalidRequest(
+                f"worker {worker_id} cannot be told: it is cut off", field="worker"
+            )
+        if entry.report.is_draining:
+            raise InvalidRequest(f"worker {worker_id} drains already", field="worker")
+        if role is None:
+            return present
+        if role is present.role:
+            raise InvalidRequest(f"worker {worker_id} is a {role.value} worker", field="role")
+        pool = self._config.pool(present.pool)
+        obstacle = admission.role_obstacle(self._config, pool, role)
+        if obstacle is not None:
+            raise InvalidRequest(f"worker {worker_id} cannot take {obstacle}", field="role")
+        return present
+
     def judge(self, now: float) -> list[Decision]:
         """Suspect the silent, forget those who were silent or cut off for too long."""
         settings, decisions = self._settings, list[Decision]()
@@ -103,7 +141,7 @@ class Membership:
             is_cut = entry.lost_at is not None and now - entry.lost_at > settings.stream_grace_s
             if is_cut or silent_s > settings.dead_after_s:
                 decisions.append(self._bury(entry, "stream lost" if is_cut else "silent"))
-            elif silent_s > settings.suspect_after_s and entry.health is Health.ALIVE:
+            elif silent_s > settings.suspect_after_s and entry.health is not Health.SUSPECTED:
                 entry.judge(Health.SUSPECTED)
                 logger.warning("worker=%s suspected: silent for %.1f s", entry.worker_id, silent_s)
         return decisions

@@ -79,7 +79,7 @@ class Pace:
         tokens_by_s = requests_by_s = 0.0
         num_tokens = self._costs.expected_output_tokens
         for entry in self._ledger.workers.values():
-            if entry.health is not Health.ALIVE:
+            if entry.health is not Health.ALIVE or entry.report.is_draining:
                 continue
             role, num_slots = entry.registration.role, entry.registration.num_slots
             token_s, step_s = self._costs.speeds(entry, num_slots)

@@ -2,10 +2,11 @@
 
 A *route* is a prefill worker with a decode worker, a prefill worker alone (the choice ends at its
 first token), or one worker that does both (LOCAL). Mixed workers stand in for a role that has no
-pool of its own. A decode worker prefills by itself where no prefill worker can (none lives, or the
-prompt and output so far of a resumed request are too long for all of them), where it is configured,
-and where there is little to compute and it costs less than by the best pair (``local_prefill``). An
-export's prefill worker is given; only its decode worker is chosen.
+workers of its own, and no pool that waits for its own. A decode worker prefills by itself where no
+prefill worker can (none lives, or the prompt and output so far of a resumed request are too long
+for all of them), where it is configured, and where there is little to compute and it costs less
+than by the best pair (``local_prefill``). An export's prefill worker is given; only its decode
+worker is chosen.
 
 Of those with room the cheapest few are looked at (``fleet``), in all combinations (``costs``).
 """
@@ -23,6 +24,7 @@ from cluster.control.facts import Health, Want
 from cluster.control.fleet import Fleet, Part
 from cluster.control.local_prefill import LocalPrefillRule, Why
 from cluster.control.needs import Needs, NeedsRule, kv_tokens
+from cluster.control.unplaced import Blocked, Bounds, NoExport, NoRoute
 from cluster.control.worker_entry import Charge, WorkerEntry
 from cluster.errors import InvalidRequest
 
@@ -36,42 +38,8 @@ if TYPE_CHECKING:
 
 SHORTLIST = 8
 """Workers of each part that are priced for one request."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Blocked:
-    """No route has room now."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NoRoute:
-    """No worker of ``role`` is there that could ever serve it."""
-
-    role: Role
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NoExport:
-    """The export's worker is gone, or was replaced: its KV with it."""
-
-
+_NO_LINK = "no link that works: "
 _NO_BOUND = 1 << 62
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
-    """The most tokens that anybody has room for; on one worker it may be less."""
-
-    prefill: int
-    decode: int
-    local_prefill: int
-    local_decode: int
-
-    def admit(self, prefill_tokens: int, decode_tokens: int) -> bool:
-        """Whether wants that need so much may have room somewhere."""
-        return (prefill_tokens <= self.prefill and decode_tokens <= self.decode) or (
-            prefill_tokens <= self.local_prefill and decode_tokens <= self.local_decode
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,19 +78,16 @@ class Placement:
     ) -> None:
         self._ledger = ledger
         self._costs = costs
-        roles = {pool.role for pool in config.pools}
-        self._has_local = Role.MIXED in roles
-        has_pairs = bool(roles & {Role.PREFILL, Role.DECODE})
-        stand_in = Role.MIXED if has_pairs else None
-        self._prefill_role = Role.PREFILL if Role.PREFILL in roles else stand_in
-        self._decode_role = Role.DECODE if Role.DECODE in roles else stand_in
+        self._prefill_role: Role | None = None
+        self._decode_role: Role | None = None
+        self._roles_known_at = -1
         self._capacity = Capacity.of(config.pools, max_model_len=config.model.max_model_len)
         self._local = LocalPrefillRule(config.scheduling, ledger, costs)
         self.rule = NeedsRule(config, self._capacity, self._local, settings.growth_tokens)
-        pools = {pool.name: pool for pool in config.pools}
+        self._pools = {pool.name: pool for pool in config.pools}
         self._known_ways: dict[tuple[Hashable, bool], _Ways | NoRoute] = {}
         self._ways_known_at = self._grown_at = 0
-        self._fleet = Fleet(pools, config.scheduling, ledger, costs)
+        self._fleet = Fleet(self._pools, config.scheduling, ledger, costs)
 
     # ---- may it ever be served
 
@@ -170,13 +135,17 @@ class Placement:
 
         Without ``may_fall_back`` no decode worker prefills: prefill workers may be coming back.
         """
-        self._fleet.refresh()
+        self._refresh()
         if want.export is not None:
             return self._choose_for_export(want.export, want, needs, held, now)
         ways = self._ways(want, needs.kind, may_fall_back=may_fall_back)
         if isinstance(ways, NoRoute):
             return ways
-        routes = self._routes(ways, want, needs, held)
+        found = self._routes(ways, want, needs, held)
+        routes = self._ledger.shunned.working(found, now)
+        if found and not routes and may_fall_back and ways.decode is not None:
+            ways = _Ways(local=(ways.decode,), why_local=Why.FALLBACK.value, note=_NO_LINK)
+            routes = self._routes(ways, want, needs, held)
         choice = self._costs.cheapest(routes, want, now) if routes else None
         if ways.extra is not None and ways.prefill is not None:
             decodes = self._shortlist(ways.extra, Part.LOCAL, want, needs, held)
@@ -190,7 +159,7 @@ class Placement:
 
     def take_growth(self) -> bool:
         """Whether there is room that was not there at the last call, or workers came or went."""
-        self._fleet.refresh()
+        self._refresh()
         before, self._grown_at = self._grown_at, self._ledger.num_changes
         return self._fleet.take_growth() or before != self._grown_at
 
@@ -199,7 +168,7 @@ class Placement:
 
         ``want`` is one of the kind.
         """
-        self._fleet.refresh()
+        self._refresh()
         ways = self._ways(want, kind, may_fall_back=may_fall_back)
         if isinstance(ways, NoRoute):
             return None
@@ -216,7 +185,7 @@ class Placement:
 
     def lacking(self, want: Want, needs: Needs, *, may_fall_back: bool) -> frozenset[str]:
         """Return the workers that it may use and that have no room for it."""
-        self._fleet.refresh()
+        self._refresh()
         if want.export is not None:
             ways: _Ways | NoRoute = _Ways(decode=self._decode_role)
         else:
@@ -248,6 +217,22 @@ class Placement:
             )
         return charges
 
+    def _refresh(self) -> None:
+        self._fleet.refresh()
+        if self._roles_known_at != self._ledger.num_changes:
+            self._roles_known_at = self._ledger.num_changes
+            self._find_roles()
+
+    def _find_roles(self) -> None:
+        """Find who does which part in pairs; workers may serve in other roles than their pool's."""
+        roles: set[Role] = set()
+        for pool in self._pools.values():
+            # One without workers waits for its own.
+            roles |= self._ledger.roles_of(pool.name) or {pool.role}
+        stand_in = Role.MIXED if roles & {Role.PREFILL, Role.DECODE} else None
+        self._prefill_role = Role.PREFILL if Role.PREFILL in roles else stand_in
+        self._decode_role = Role.DECODE if Role.DECODE in roles else stand_in
+
     def _ways(self, want: Want, kind: Hashable, *, may_fall_back: bool) -> _Ways | NoRoute:
         """Return whom it may use; the same for all of a kind until workers come or go."""
         if want.avoid or want.export is not None:
@@ -270,7 +255,7 @@ class Placement:
         if is_single and prefill is not None:
             return _Ways(prefill=prefill)
         decode = self._if_any(want, self._decode_role, Part.DECODE)
-        local_role = self._if_any(want, Role.MIXED if self._has_local else None, Part.LOCAL)
+        local_role = self._if_any(want, Role.MIXED, Part.LOCAL)
         local = () if local_role is None else (local_role,)
         if prefill is None and (is_single or not local) and may_fall_back:
             if decode is not None and decode not in local:
@@ -334,7 +319,10 @@ class Placement:
             for entry in decodes
             if entry is not sender
         ]
-        return self._costs.cheapest(routes, want, now) if routes else Blocked()
+        working = self._ledger.shunned.working(routes, now)
+        if routes and not working:
+            return NoExport()
+        return self._costs.cheapest(working, want, now) if working else Blocked()
 
     def _fall_back_note(self) -> str:
         roles = {entry.registration.role for entry in self._ledger.workers.values()}

@@ -42,9 +42,11 @@ from cluster.control.facts import (
 from cluster.control.granting import Granter
 from cluster.control.ledger import GrantRecord, Ledger
 from cluster.control.links import LinkTable
+from cluster.control.load import load_of
 from cluster.control.membership import Membership
-from cluster.control.placement import Blocked, NoExport, NoRoute, Placement
+from cluster.control.placement import Placement
 from cluster.control.routers import Routers
+from cluster.control.unplaced import Blocked, NoExport, NoRoute
 from cluster.control.waiting import Waiting, WaitingQueue
 from cluster.errors import (
     DeadlineExceeded,
@@ -55,8 +57,9 @@ from cluster.errors import (
 )
 
 if TYPE_CHECKING:
-    from cluster.config import DeployConfig
+    from cluster.config import DeployConfig, Role
     from cluster.control.settings import ControlSettings
+    from cluster.policy.load import Load
 
 logger = logging.getLogger(__name__)
 
@@ -184,6 +187,13 @@ class Planner:
         self._members.stream_lost(worker_id, incarnation, now)
         return []
 
+    def check_order(self, worker_id: str, role: Role | None) -> Registration:
+        """Return the worker that can follow an order to drain, or with a ``role`` to take that.
+
+        Raises InvalidRequest, naming the worker or the role, where there is none.
+        """
+        return self._members.check_order(worker_id, role)
+
     def worker_left(
         self, worker_id: str, incarnation: str, reason: str, now: float
     ) -> list[Decision]:
@@ -242,6 +252,10 @@ class Planner:
             waiting_standings=load.standings,
             counters={**self._counts, "registrations_refused": self._members.refusals.num_refused},
         )
+
+    def load(self) -> Load:
+        """Return what scaling goes by."""
+        return load_of(self._config.pools, self._ledger, self._costs, self._queue)
 
     def check(self) -> None:
         """Prove the ledger's invariants; AssertionError is a bug of ours."""
@@ -316,7 +330,7 @@ class Planner:
             return []
         if isinstance(missing, NoExport):
             return self._give_up(
-                waiting, HandoffFailed("the worker that kept the KV is gone", stage="placement")
+                waiting, HandoffFailed("the KV is where nobody gets it from", stage="placement")
             )
         if waiting.routeless_since is None:
             self._queue.note_route(waiting, now)

@@ -14,25 +14,18 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-MAX_NAMES = 32
-"""Of one prompt: the stride is doubled until so many are enough."""
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from cluster.request import PromptPrefix
+
 _MAX_REMEMBERED = 1 << 18
 _MIN_REMEMBERED = 32
 """Of each worker, however many there are."""
 _MAX_HOLDERS = 8
 """Workers that are told for one prompt, those with most of it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptPrefix:
-    """The names of a prompt's beginnings, the shortest first."""
-
-    stride_tokens: int = 0
-    names: tuple[int, ...] = ()
-
-
-NO_PREFIX = PromptPrefix()
 
 
 @dataclass(slots=True)
@@ -68,12 +61,17 @@ class PrefixTable:
         most = max(_MIN_REMEMBERED, _MAX_REMEMBERED // len(self._caches))
         self._trim(worker_id, cache, most, capacity_tokens)
 
-    def keep(self, worker_id: str, max_tokens: int) -> None:
-        """Note that a worker's cache is full, and holds so many tokens at most."""
+    def drop(self, worker_id: str, names: Iterable[int]) -> None:
+        """Note that a worker's cache does not have these."""
         cache = self._caches.get(worker_id)
-        if cache is not None and cache.num_tokens > max_tokens:
-            self._asked = None
-            self._trim(worker_id, cache, len(cache.names), max_tokens)
+        if cache is None:
+            return
+        self._asked = None
+        for name in names:
+            num_tokens = cache.names.pop(name, None)
+            if num_tokens is not None:
+                cache.num_tokens -= num_tokens
+                self._drop(name, worker_id)
 
     def forget(self, worker_id: str) -> None:
         """Drop all that a worker had: it is gone."""

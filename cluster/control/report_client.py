@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cluster.clock import Clock
+    from cluster.config import Role
     from cluster.control.facts import Registration, WorkerReport
     from cluster.trust import ClusterToken
 
@@ -41,7 +42,8 @@ class ReportClient:
     """Keeps the control plane at ``address`` told about this worker.
 
     ``registration`` and ``report`` are called on the event loop whenever one is sent; ``report``
-    may drain samples. ``on_abort_grant`` is told to end the legs of a grant. Where the control
+    may drain samples. ``on_abort_grant`` is told to end the legs of a grant, ``on_order`` that an
+    operator wants this worker to drain and leave, or to come back in a role. Where the control
     plane does not want this worker, at the start or later, ``refused`` is done and nothing is
     sent any more; ``accepted`` raises the same error where there was no acceptance before.
     """
@@ -53,6 +55,7 @@ class ReportClient:
         registration: Callable[[], Registration],
         report: Callable[[], WorkerReport],
         on_abort_grant: Callable[[str], None],
+        on_order: Callable[[Role | None], None] | None = None,
         clock: Clock,
         timing: ReportTiming | None = None,
         token: ClusterToken | None = None,
@@ -60,6 +63,7 @@ class ReportClient:
         self._registration = registration
         self._report = report
         self._on_abort_grant = on_abort_grant
+        self._on_order = on_order
         self._clock = clock
         self._timing = timing or ReportTiming()
         self._stream: connection.Connection[pb.WorkerFact, pb.Directive] = connection.Connection(
@@ -145,11 +149,13 @@ class ReportClient:
             self._was_accepted(message.accepted.term)
         elif kind == "refused":
             self._was_refused(message.refused.reason)
+        elif kind is not None and getattr(message, kind).term < self._term:
+            logger.warning("%s of an old term dropped", kind)
         elif kind == "abort":
-            if message.abort.term < self._term:
-                logger.warning("grant=%s abort of an old term dropped", message.abort.grant_id)
-                return
             self._on_abort_grant(message.abort.grant_id)
+        elif kind in ("drain", "role") and self._on_order is not None:
+            role = convert.role_from_wire("role", message.role.role) if kind == "role" else None
+            self._on_order(role)
 
     def on_lost(self, num_failures: int) -> None:
         """Nothing to keep: the next stream starts with all there is to know."""

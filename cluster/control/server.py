@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha import reflection
 from cluster.control.connection import MAX_MESSAGE_BYTES
 from cluster.control.desk import Desk
 from cluster.control.settings import ControlSettings
-from cluster.errors import StartupError
+from cluster.errors import EngineFault, StartupError
 from cluster.grpc_server import StandingServer, make_server
 from cluster.trust import ClusterToken
 from cluster.wire import control_pb2 as pb
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from cluster.clock import Clock
     from cluster.config import DeployConfig
+    from cluster.policy.load import Load
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +99,16 @@ class ControlServer:
         self._desk.close()
         await server.stop(grace_s)
 
+    def check_health(self) -> None:
+        """Raise EngineFault where calls are not taken, or time or views stand still."""
+        is_serving = self._server is not None and self._server.is_serving
+        if not is_serving or any(task.done() for task in self._tasks):
+            raise EngineFault("the control plane does not serve", stage="control")
+
+    def load(self) -> Load:
+        """Return what scaling goes by."""
+        return self._desk.load()
+
     def _make(self, host: str, port: int) -> tuple[grpc.aio.Server, int]:
         server = make_server(interceptors=self._token.guards, options=_SERVER_OPTIONS)
         pb_grpc.add_ControlServicer_to_server(self._desk, server)
@@ -105,7 +116,7 @@ class ControlServer:
         names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
         try:
-            return server, server.add_insecure_port(f"{host}:{port}")
+            return server, self._token.open_port(server, f"{host}:{port}")
         except RuntimeError as error:
             raise StartupError(
                 f"cannot listen on {host}:{port}: is another cluster running?"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import grpc
 import grpc.aio
 
+from cluster import tls
 from cluster.control import convert_view
 from cluster.control.connection import CHANNEL_OPTIONS
 from cluster.errors import NoWorker
@@ -26,18 +27,20 @@ if TYPE_CHECKING:
 @contextlib.asynccontextmanager
 async def asking(address: str, token: ClusterToken | None = None) -> AsyncIterator[Ask]:
     """Give a way to ask again and again over one connection: ``await ask(timeout_s)``."""
-    metadata = (token or ClusterToken()).metadata
-    async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+    token = token or ClusterToken()
+    async with token.channel(address, CHANNEL_OPTIONS) as channel:
         stub = ControlStub(channel)
 
         async def ask(timeout_s: float) -> ClusterView:
             try:
                 message = await stub.GetCluster(
-                    pb.GetClusterRequest(), timeout=timeout_s, metadata=metadata
+                    pb.GetClusterRequest(), timeout=timeout_s, metadata=token.metadata
                 )
             except grpc.aio.AioRpcError as error:
                 raise NoWorker(
-                    f"no control plane answers at {address}: {error.code().name}", stage="status"
+                    f"no control plane answers at {address}: "
+                    f"{tls.refusal(error) or error.code().name}",
+                    stage="status",
                 ) from error
             return convert_view.view_from_wire(message)
 

@@ -41,6 +41,8 @@ class WorkerEntry:
     """Gets the worker's id whenever something changes that placing depends on."""
     lost_at: float | None = None
     """When its stream broke; None while there is one."""
+    moved_at: float = 0.0
+    """When its engine was last known to hang on nothing: it was in no step, or in a new one."""
     health: Health = Health.SUSPECTED
     charges: dict[str, Charge] = field(default_factory=dict)
     """Of unseen and held legs, by grant."""
@@ -81,6 +83,11 @@ class WorkerEntry:
         """Prompt tokens granted to it and not yet computed."""
         return self.report.queued_tokens + self._unseen_tokens
 
+    def is_stalled(self, now: float) -> bool:
+        """Whether its engine has been in one step for longer than that may take."""
+        patience_s = self.report.step_patience_s
+        return patience_s > 0.0 and now - self.moved_at > patience_s
+
     def judge(self, health: Health) -> None:
         """Think so of it from now on."""
         self.health = health
@@ -106,6 +113,8 @@ class WorkerEntry:
 
     def take(self, report: WorkerReport, now: float) -> list[str]:
         """Take a report in; returns the grants whose legs here have ended."""
+        if report.num_steps != self.report.num_steps or not report.step_patience_s:
+            self.moved_at = now
         self.report, self.reported_at = report, now
         self.held = frozenset(report.held_grants)
         for grant_id in self.held & self.unseen.keys():

@@ -19,6 +19,7 @@ import threading
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
+from cluster.engine import stored
 from cluster.engine.plan import Outcome, Plan, SequenceEnd, StepEvents, Swaps
 from cluster.engine.sequence import Sequence
 from cluster.engine.step_model import StepModel
@@ -38,7 +39,9 @@ _LONGEST_WAIT_S = 3600.0
 _NO_EVENTS = StepEvents()
 _STALL_FLOOR_S = 5.0
 _STALL_FACTOR = 4.0
-"""A step that takes longer than both the floor and so many times its prediction is stuck."""
+"""A step that takes longer than both the floor and so many times its prediction hangs."""
+_STUCK_FACTOR = 2.0
+"""One that takes so many times longer than that is stuck for good."""
 
 
 class KVCopier(Protocol):
@@ -56,8 +59,8 @@ class KVCopier(Protocol):
 class Runner(Protocol):
     """What computes steps; used by the step thread only."""
 
-    def run(self, plan: Plan) -> Outcome:
-        """Compute the plan's shares and draw a token for each sampled one."""
+    def run(self, plan: Plan, on_stored: stored.OnStored | None = None) -> Outcome:
+        """Compute the shares, draw for the sampled ones, and tell of layers where that is asked."""
         ...
 
 
@@ -209,13 +212,16 @@ class EngineLoop:
         return Beat(self._num_steps, 0.0 if running is None else running.patience_s)
 
     def is_stalled(self, now: float, awake_since: float = float("-inf")) -> bool:
-        """Whether the step thread is stuck: in one step for far longer than that can take.
+        """Whether the step thread is stuck: in one step for twice as long as ``beat`` allows.
 
-        Waiting is no stall: blocks may be held by exports, which have deadlines of their own.
+        Others give it no work before that. Waiting is no stall: blocks may be held by exports,
+        which have deadlines of their own.
         Time before ``awake_since`` does not count, as when the whole process had been stopped.
         """
         running = self._pass
-        return running is not None and now - max(running.since, awake_since) > running.patience_s
+        if running is None:
+            return False
+        return now - max(running.since, awake_since) > _STUCK_FACTOR * running.patience_s
 
     def _post(self, item: Sequence | _Abort) -> bool:
         with self._changed:
@@ -278,7 +284,7 @@ class EngineLoop:
         num_prefills = plan.num_tokens - num_decodes
         predicted_s = self._speed.predict(num_decodes, num_prefills)
         self._pass = _Pass(started_at, max(_STALL_FLOOR_S, _STALL_FACTOR * predicted_s))
-        outcome = self._runner.run(plan)
+        outcome = stored.run(self._runner, plan, self._on_events)
         self._take_inbox()
         now = self._clock.now()
         events = self._scheduler.commit(plan, outcome, now)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from cluster.engine.sequence import StoredLayers
 from cluster.errors import PdserveError
 from cluster.request import (
     FinishReason,
@@ -50,6 +51,8 @@ class Scheduled:
     """Index of the token that is drawn; meaningless where none is."""
     params: SamplingParams
     needs: SamplingNeeds | None = None
+    stored: StoredLayers | None = None
+    """Where to note layers that are stored, for whoever passes its KV on meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +124,8 @@ class StepEvents:
     """Sequences whose first share is about to be computed."""
     computed: tuple[tuple[LegKey, int], ...] = ()
     """Of those that will hand their KV over: tokens computed so far, where a step added some."""
+    stored: tuple[LegKey, ...] = ()
+    """Those of which a running step has stored more layers; told alone, amid the step."""
     tokens: tuple[Token, ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     ends: tuple[SequenceEnd, ...] = ()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from cluster.engine.sequence import Sequence
     from cluster.kv.block_pool import BlockPool
+    from cluster.kv.prefix_index import PrefixIndex
 
 
 class PrefixReuse:
@@ -54,6 +55,21 @@ class PrefixReuse:
         last = sequence.num_computed_tokens // self._index.block_size
         if first < last:
             self._pool.register(sequence.key, first, self._digests(sequence, last)[first:])
+        self._name(sequence, self._index)
+
+    def _name(self, sequence: Sequence, index: PrefixIndex) -> None:
+        """Tell the index what the control plane calls the beginnings that are computed by now."""
+        names, stride = sequence.prefix.names, sequence.prefix.stride_tokens
+        if sequence.num_named == len(names) or stride % index.block_size:
+            return
+        # tokens:  [ stride ) ... num_named * stride [ computed whole since ) covered * stride [ ...
+        covered = min(len(names), sequence.num_computed_tokens // stride)
+        num_blocks = stride // index.block_size
+        digests = self._digests(sequence, covered * num_blocks)
+        with self._pool.lock:
+            for number in range(sequence.num_named, covered):
+                index.name(digests[(number + 1) * num_blocks - 1], names[number])
+        sequence.num_named = max(sequence.num_named, covered)
 
     def _digests(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
         """Return the names of its first blocks; each is made once in a sequence's life."""

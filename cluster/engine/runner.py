@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
 
 from cluster.engine.batch import build_batch
 from cluster.engine.plan import Outcome, Plan, Scheduled
+from cluster.engine.stored import shares_by_layers
 from cluster.model.draw import Draw
 from cluster.model.logprobs import token_logprobs
 from cluster.model.sampler import sample
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from cluster.engine.stored import OnStored
     from cluster.kv.cache import PagedCache
     from cluster.model.loader import LoadedModel
 
@@ -39,9 +42,14 @@ class ModelRunner:
         self._cache = cache
 
     @torch.inference_mode()
-    def run(self, plan: Plan) -> Outcome:
+    def run(self, plan: Plan, on_stored: OnStored | None = None) -> Outcome:
         """Return the drawn tokens; KV of all shares is in the cache when it returns."""
         batch = build_batch(plan, self._cache)
+        if on_stored is not None:
+            batch.attention.on_stored = {
+                num_layers: functools.partial(on_stored, shares, num_layers)
+                for num_layers, shares in shares_by_layers(plan, self._cache.layout).items()
+            }
         self._cache.clear_blocks(batch.opened_blocks)
         scores: dict[LegKey, tuple[PromptLogprobs, ...]] = {}
         if batch.scored:

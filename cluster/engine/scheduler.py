@@ -19,7 +19,8 @@ One rule serves prefill, chunks, decode, recompute and resumed work: a sequence 
 4. Where KV is to be swapped, the copies are a plan of their own, and all begins anew after it.
 5. The step's tokens are shared out (``shares``): decodes first, then prompts, the most senior
    first, or by work the one with the least left. So the prompt of a higher tier goes on before
-   that of a lower one, and a short one before a long one, at the next chunk.
+   that of a lower one, at the next chunk. Long prompts are computed one after another, a chunk in a
+   step, and short ones are ended beside that.
 
 So some sequence always moves: the most senior one that runs can take blocks from all others but
 those that were preempted so often that they hold all they will ever need; and it waits only for
@@ -83,7 +84,10 @@ class StepScheduler:
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
         self._shares = StepShares(
-            token_budget=token_budget, chunk_tokens=chunk_tokens, block_size=block_size
+            token_budget=token_budget,
+            chunk_tokens=chunk_tokens,
+            block_size=block_size,
+            yields=self._rules.ordering.policy is Policy.FCFS,
         )
         self._limits = finish.Limits(
             max_model_len=max_model_len, capacity_tokens=pool.num_blocks * block_size
@@ -264,7 +268,7 @@ class StepScheduler:
         else:
             self._waiting.remove(sequence)
         sequence.block_ids = []
-        sequence.num_computed_tokens = 0
+        sequence.num_computed_tokens = sequence.num_named = 0
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         self._waiting.add(sequence)
@@ -339,6 +343,8 @@ class StepScheduler:
     ) -> None:
         end = share.start + len(share.token_ids)
         sequence.num_computed_tokens = end
+        if sequence.stored is not None:
+            sequence.stored.clear()
         if sequence.hands_over_at is not None:
             self._computed.append((share.key, end))
         self._prefix.register(sequence, share.start)

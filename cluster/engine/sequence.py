@@ -15,7 +15,7 @@ import enum
 from dataclasses import dataclass, field
 
 from cluster.handoff import IllegalTransition
-from cluster.request import LegKey, SamplingParams
+from cluster.request import NO_PREFIX, LegKey, PromptPrefix, SamplingParams
 
 
 class SequenceState(enum.Enum):
@@ -31,6 +31,22 @@ LEGAL_MOVES: dict[SequenceState, frozenset[SequenceState]] = {
     SequenceState.RUNNING: frozenset({SequenceState.WAITING, SequenceState.ENDED}),
     SequenceState.ENDED: frozenset(),
 }
+
+
+@dataclass(slots=True)
+class StoredLayers:
+    """How far the running step is with one sequence.
+
+    The step thread alone writes it. Whoever holds the pool's lock may read it on any thread, for
+    it is cleared before the sequence's blocks are given up.
+    """
+
+    so_far: tuple[int, int] = (0, 0)
+    """(tokens, layers): of all tokens up to there, these first layers are in their blocks."""
+
+    def clear(self) -> None:
+        """The step is over: computed tokens say the rest."""
+        self.so_far = (0, 0)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -56,6 +72,8 @@ class Sequence:
     """The client's guess at its output's length."""
     hands_over_at: int | None = None
     """Number of output tokens at which it leaves with its blocks still held under its key."""
+    stored: StoredLayers | None = None
+    """How far its running step is, where its KV is passed on meanwhile."""
     num_computed_tokens: int = 0
     """Tokens whose KV is in its blocks: lowered before blocks are given up, raised after they were
     written, so that whoever holds the pool's lock may read it on any thread. An imported sequence
@@ -67,6 +85,10 @@ class Sequence:
     """The scheduler's copy of what the pool holds under ``key``: plans don't take its lock."""
     block_digests: list[bytes] = field(default_factory=list)
     """Names of its first full blocks, as far as the prefix index was asked for them."""
+    prefix: PromptPrefix = NO_PREFIX
+    """The control plane's names of its prompt's beginnings."""
+    num_named: int = 0
+    """How many of these the prefix index was told."""
     order: int = 0
     """Its number in the scheduler, so its age: a lower one is older."""
     tier: int = 0

@@ -49,43 +49,52 @@ class PagedCache:
         self._rows_per_block = layout.num_layers * self._rows_per_layer
         self._gathered = torch.empty(0, dtype=self.dtype, device=device)
 
-    def export_blocks(self, block_ids: Sequence[int], out_B: Tensor) -> None:
-        """Copy whole blocks to ``out_B`` (uint8, contiguous, blocks x block_bytes) in order."""
-        out_NB = self._as_blocks(block_ids, out_B)
-        for block_id, offset, length in runs(block_ids):
-            out_NB[offset : offset + length].copy_(self._pool_NB[block_id : block_id + length])
+    def export_blocks(
+        self, block_ids: Sequence[int], out_B: Tensor, layers: range | None = None
+    ) -> None:
+        """Copy blocks to ``out_B`` (uint8, contiguous) in order; with ``layers`` these of each.
 
-    def import_blocks(self, block_ids: Sequence[int], staged_B: Tensor) -> None:
-        """Overwrite whole blocks with what ``export_blocks`` gave on an agreeing layout."""
-        staged_NB = self._as_blocks(block_ids, staged_B)
+        ``out_B`` holds len(block_ids) x len(layers) x layer_bytes, block by block.
+        """
+        pool_NB, out_NB = self._columns(layers), self._as_blocks(block_ids, out_B, layers)
         for block_id, offset, length in runs(block_ids):
-            self._pool_NB[block_id : block_id + length].copy_(staged_NB[offset : offset + length])
+            out_NB[offset : offset + length].copy_(pool_NB[block_id : block_id + length])
+
+    def import_blocks(
+        self, block_ids: Sequence[int], staged_B: Tensor, layers: range | None = None
+    ) -> None:
+        """Overwrite blocks with what ``export_blocks`` gave on an agreeing layout."""
+        pool_NB, staged_NB = self._columns(layers), self._as_blocks(block_ids, staged_B, layers)
+        for block_id, offset, length in runs(block_ids):
+            pool_NB[block_id : block_id + length].copy_(staged_NB[offset : offset + length])
 
     def import_foreign(
         self,
         block_ids: Sequence[int],
-        first_token: int,
-        num_tokens: int,
+        tokens: range,
         staged_B: Tensor,
         theirs: KVLayout,
+        layers: range | None = None,
     ) -> None:
         """Write a piece of an export whose blocks have another size or element type.
 
-        ``block_ids`` are ours for the whole export; the piece holds its tokens ``first_token ..
-        first_token + num_tokens`` in whole blocks of ``theirs``, the last of which may not be
-        full. A block of ours that the piece begins and does not fill is cleared first: its end
-        is read, masked, before it is written.
+        ``block_ids`` are ours for the whole export; the piece holds its ``tokens``, of ``layers``
+        or of all, in whole blocks of ``theirs``, the last of which may not be full. A block of
+        ours that the piece begins and does not fill is cleared first: its end is read, masked,
+        before it is written.
         """
-        expected = theirs.num_blocks_for(num_tokens) * theirs.block_bytes
+        layers = range(theirs.num_layers) if layers is None else layers
+        expected = theirs.num_blocks_for(len(tokens)) * len(layers) * theirs.layer_bytes
         assert staged_B.dtype == torch.uint8, staged_B.dtype
         assert staged_B.numel() == expected, (staged_B.numel(), expected)
         staged = staged_B.to(self.device).view(TORCH_DTYPES[theirs.dtype])
-        from_NLKHTD = staged.view(-1, *_block_shape(theirs))
+        from_NLKHTD = staged.view(-1, len(layers), *_block_shape(theirs)[1:])
         into_NLKHTD = self._pool_NB.view(self.dtype).view(-1, *_block_shape(self.layout))
-        for span in _spans(first_token, num_tokens, theirs.block_size, self.layout.block_size):
+        into_NLKHTD = into_NLKHTD[:, layers.start : layers.stop]
+        for span in _spans(tokens.start, len(tokens), theirs.block_size, self.layout.block_size):
             block_id = block_ids[span.block]
             if span.begins_unfilled:
-                self._pool_NB[block_id].zero_()
+                into_NLKHTD[block_id].zero_()
             source = from_NLKHTD[span.piece_block, ..., span.piece_slice, :]
             target = into_NLKHTD[block_id, ..., span.slice, :]
             target.copy_(self._stored(source))
@@ -149,11 +158,21 @@ class PagedCache:
         limit = torch.finfo(torch.float16).max
         return stored.clamp_(-limit, limit)
 
-    def _as_blocks(self, block_ids: Sequence[int], bytes_B: Tensor) -> Tensor:
-        expected = len(block_ids) * self.layout.block_bytes
+    def _columns(self, layers: range | None) -> Tensor:
+        """Return all blocks with the bytes of these layers alone."""
+        if layers is None:
+            return self._pool_NB
+        layer_bytes = self.layout.layer_bytes
+        return self._pool_NB[:, layers.start * layer_bytes : layers.stop * layer_bytes]
+
+    def _as_blocks(
+        self, block_ids: Sequence[int], bytes_B: Tensor, layers: range | None
+    ) -> Tensor:
+        num_layers = self.layout.num_layers if layers is None else len(layers)
+        block_bytes = num_layers * self.layout.layer_bytes
         assert bytes_B.dtype == torch.uint8, bytes_B.dtype
-        assert bytes_B.numel() == expected, (bytes_B.numel(), expected)
-        return bytes_B.view(len(block_ids), self.layout.block_bytes)
+        assert bytes_B.numel() == len(block_ids) * block_bytes, (bytes_B.numel(), block_bytes)
+        return bytes_B.view(len(block_ids), block_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,11 @@ class KVLayout:
         """Bytes of one block."""
         return self.block_size * self.token_bytes
 
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer of one block."""
+        return self.block_bytes // self.num_layers
+
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that ``num_tokens`` tokens need."""
         return -(-num_tokens // self.block_size)

@@ -7,6 +7,10 @@ meet in one name. How tokens were sampled has no part in it.
 
     root(tenant, model, block size) ──▶ digest 0 ──▶ digest 1 ──▶ ...     one per full block
 
+The control plane has names of its own for the beginnings of prompts. The last block of such a
+beginning is known by its name too: whatever is evicted after it, what is before it is still there,
+since the end of a chain goes first. So the control plane can be told what is gone.
+
 The index only remembers names. Whose the blocks are is the pool's business, under whose lock all
 of this runs but the making of digests, which touches nothing that is shared.
 """
@@ -14,6 +18,7 @@ of this runs but the making of digests, which touches nothing that is shared.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import struct
 from typing import TYPE_CHECKING
 
@@ -21,6 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 _DIGEST_BYTES = 32
+_MAX_GONE = 1 << 13
+_MAX_TOLD = 1 << 10
+"""At a time."""
 _ROOT, _BLOCK = b"pdserve-kv-root", b"pdserve-kv-block"
 """What is hashed, as BLAKE2's personalisation: neither can be taken for the other."""
 
@@ -43,6 +51,10 @@ class PrefixIndex:
         self._model_fingerprint = model_fingerprint.encode()
         self._block_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
+        self._name_of: dict[int, int] = {}
+        self._named: dict[int, int] = {}
+        self._gone: dict[int, None] = {}
+        self._has_lost = False
 
     def __len__(self) -> int:
         """Return the number of blocks that can be found."""
@@ -91,6 +103,50 @@ class PrefixIndex:
         digest = self._digest_of.pop(block_id, None)
         if digest is not None:
             del self._block_of[digest]
+            self._unname(block_id)
+
+    # ---- the control plane's names
+
+    def name(self, digest: bytes, name: int) -> None:
+        """Know the block of this digest by the control plane's name; it has one at a time."""
+        block_id = self._block_of.get(digest)
+        if block_id is None:  # another's block of the same digest was, and is evicted since
+            self._lose(name)
+            return
+        if self._name_of.get(block_id) != name:
+            self._unname(block_id)
+            self._name_of[block_id] = name
+            self._named[name] = block_id
+        self._gone.pop(name, None)
+
+    def miss(self, names: Iterable[int]) -> None:
+        """Count as gone those that no block has: whoever was to compute them did not."""
+        for name in names:
+            if name not in self._named:
+                self._lose(name)
+
+    def take_gone(self) -> tuple[tuple[int, ...], bool]:
+        """Return names that no block has any more, and whether others were lost count of.
+
+        Each is told once; of very many the rest comes with the next call.
+        """
+        names = tuple(itertools.islice(self._gone, _MAX_TOLD))
+        for name in names:
+            del self._gone[name]
+        has_lost, self._has_lost = self._has_lost, False
+        return names, has_lost
+
+    def _unname(self, block_id: int) -> None:
+        name = self._name_of.pop(block_id, None)
+        if name is not None and self._named[name] == block_id:
+            del self._named[name]
+            self._lose(name)
+
+    def _lose(self, name: int) -> None:
+        if len(self._gone) >= _MAX_GONE:
+            self._gone.clear()
+            self._has_lost = True
+        self._gone[name] = None
 
     def _root(self, tenant: str) -> bytes:
         name = b"" if self._is_shared else tenant.encode()

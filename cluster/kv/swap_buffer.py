@@ -42,6 +42,11 @@ class SwapBuffer:
         """Slots that are free."""
         return len(self._free)
 
+    @property
+    def num_holders(self) -> int:
+        """Sequences that have slots."""
+        return len(self._held)
+
     def take(self, key: Hashable, num_slots: int) -> tuple[int, ...] | None:
         """Return slots for as many blocks; None, and nothing taken, where the buffer is too full.
 

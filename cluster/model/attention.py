@@ -8,6 +8,7 @@ attention is an order of magnitude slower for single tokens, and no faster for p
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -93,6 +94,8 @@ class PagedStep:
     prompts: tuple[PromptShare, ...]
     is_for_kv_alone: bool = False
     """Whether the step ends with ``KVStored`` once the last layer's K and V are in the cache."""
+    on_stored: Mapping[int, Callable[[], None]] = field(default_factory=dict)
+    """What to call once the K and V of so many layers, the first ones, are in the cache."""
     _num_stored: int = 0
     """Layers that have stored theirs."""
     _masks: dict[tuple[int | None, ...], Tensor] = field(default_factory=dict)
@@ -106,6 +109,8 @@ class PagedStep:
         self._num_stored += 1
         if self.is_for_kv_alone and self._num_stored == self.cache.layout.num_layers:
             raise KVStored
+        if self.on_stored and (tell := self.on_stored.get(self._num_stored)) is not None:
+            tell()
         k_HnD, v_HnD = self.cache.rounded(k_HnD), self.cache.rounded(v_HnD)
         num_heads, num_tokens, head_dim = q_HnD.shape
         out_nHD = q_HnD.new_empty(num_tokens, num_heads, head_dim)

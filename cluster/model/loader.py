@@ -251,6 +251,8 @@ def probe(model: nn.Module, dtype: str, device: torch.device) -> KVShape:
             f"{name}: {len(shapes)} of {num_layers} layers use the registered attention; "
             "recurrent layers and attention of a model's own are not supported"
         )
+    if list(shapes) != sorted(shapes):
+        raise UnsupportedModel(f"{name}: runs its layers in another order than they are numbered")
     if len(set(shapes.values())) != 1:
         raise UnsupportedModel(f"{name}: layers with different KV shapes are not supported")
     if not _agree(torch.cat(alone), together, dtype):

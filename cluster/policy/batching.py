@@ -3,6 +3,9 @@
 ``continuous``: whenever there is a slot. ``static``: a batch forms from what waits when the last
 one has ended, and runs to its last member. ``dynamic``: as static, but before it starts a batch
 collects until it is full, or its first member has waited a window.
+
+Nothing is granted to a worker whose batch runs, so what waits comes one by one when it has ended,
+and what is sent at once comes so too: a static batch starts when they have stopped coming.
 """
 
 from __future__ import annotations
@@ -11,6 +14,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.config import Batching
+
+SETTLE_S = 0.01
+"""Twice as long as a worker's report may be held back: whoever waited elsewhere is here by then."""
 
 
 class Gate(Protocol):
@@ -38,14 +44,26 @@ class Continuous:
 
 @dataclass(slots=True)
 class Static:
-    """Nobody may join a batch that runs."""
+    """Nobody may join a batch that runs, and none starts while others are still coming."""
 
     size: int
     opens_at: float | None = None
+    _num_seen: int = 0
+    _since: float | None = None
 
     def num_open(self, *, num_running: int, num_waiting: int, now: float) -> int:
-        """Return the whole batch's slots when it is over, and none before."""
-        return 0 if num_running else self.size
+        """Return the whole batch's slots when it is over and has its members, none before."""
+        self.opens_at = None
+        if num_running or not num_waiting:
+            self._since = None
+            return 0
+        if self._since is None or num_waiting > self._num_seen:
+            self._since = now
+        self._num_seen = num_waiting
+        if num_waiting >= self.size or now >= self._since + SETTLE_S:
+            return self.size
+        self.opens_at = self._since + SETTLE_S
+        return 0
 
 
 @dataclass(slots=True)
@@ -60,16 +78,12 @@ class Dynamic:
     def num_open(self, *, num_running: int, num_waiting: int, now: float) -> int:
         """Return the whole batch's slots when it has collected for long enough."""
         self.opens_at = None
-        if not num_waiting:
+        if num_running or not num_waiting:
             self._since = None
             return 0
         if self._since is None:
             self._since = now
-        if num_running:
-            return 0
         if num_waiting >= self.size or now >= self._since + self.window_s:
-            # Those left over wait for a batch of their own.
-            self._since = now if num_waiting > self.size else None
             return self.size
         self.opens_at = self._since + self.window_s
         return 0

@@ -195,7 +195,7 @@ class WorkerClient:
         """Carry one stream until its end; returns why it ended."""
         self._is_attached = False
         messages = self._messages(self._outgoing.turn(), is_return=is_return)
-        async with grpc.aio.insecure_channel(self.peer.address, options=CHANNEL_OPTIONS) as channel:
+        async with self._token.channel(self.peer.address, CHANNEL_OPTIONS) as channel:
             call = wire_grpc.WorkerStub(channel).Attach(
                 messages,
                 metadata=((INCARNATION_METADATA, self.peer.incarnation), *self._token.metadata),

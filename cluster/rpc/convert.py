@@ -10,6 +10,7 @@ from cluster.errors import BY_CODE, InvalidRequest, PdserveError
 from cluster.handoff import AbortCause
 from cluster.lifetime import LegTimes
 from cluster.request import (
+    NO_PREFIX,
     ExportWaiting,
     FinishReason,
     Leg,
@@ -18,6 +19,7 @@ from cluster.request import (
     LegKind,
     Peer,
     PromptLogprobs,
+    PromptPrefix,
     Redirect,
     SamplingParams,
     Token,
@@ -98,6 +100,8 @@ def leg_to_wire(leg: Leg) -> wire.Leg:
         tenant=leg.tenant,
         priority=leg.priority,
         expected_tokens=leg.expected_tokens,
+        prefix_stride_tokens=leg.prefix.stride_tokens,
+        prefix_names=leg.prefix.names,
     )
 
 
@@ -119,6 +123,15 @@ def leg_from_wire(message: wire.Leg) -> Leg:
         tenant=message.tenant,
         priority=message.priority,
         expected_tokens=message.expected_tokens if message.HasField("expected_tokens") else None,
+        prefix=_prefix_from_wire(message),
+    )
+
+
+def _prefix_from_wire(message: wire.Leg) -> PromptPrefix:
+    if not message.prefix_names:
+        return NO_PREFIX
+    return PromptPrefix(
+        stride_tokens=message.prefix_stride_tokens, names=tuple(message.prefix_names)
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from cluster.errors import DeadlineExceeded, InvalidRequest
 from cluster.kv.layout import KVLayout
 from cluster.policy.tiers import Tiers
-from cluster.request import Leg, LegKind, Peer, Redirect
+from cluster.request import MAX_PREFIX_NAMES, Leg, LegKind, Peer, Redirect
 from cluster.rpc.param_rules import check_params
 
 
@@ -64,6 +64,11 @@ class LegRules:
             raise InvalidRequest(
                 f"{held} tokens are more than this worker's KV pool holds", field="max_tokens"
             )
+        names, stride = leg.prefix.names, leg.prefix.stride_tokens
+        if names and not (
+            len(names) <= MAX_PREFIX_NAMES and 0 < stride * len(names) <= len(leg.prompt_ids)
+        ):
+            raise InvalidRequest("more names than the prompt has", field="prefix_names")
         if max(leg.prompt_ids) >= self.vocab_size:
             raise InvalidRequest("a token id is outside the vocabulary", field="prompt_ids")
         if leg.output_ids and max(leg.output_ids) >= self.vocab_size:

@@ -7,7 +7,7 @@ each leg ends exactly once and that a step's news reach each router as one messa
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -23,6 +23,7 @@ from cluster.request import (
     LegKey,
     LegKind,
     PromptLogprobs,
+    PromptPrefix,
     Redirect,
     Token,
 )
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
     from cluster.engine.plan import SequenceEnd
+
+
+_MAX_ENDED = 1024
 
 
 class LegSink(Protocol):
@@ -150,6 +154,7 @@ class OpenLeg:
             tenant=leg.tenant,
             priority=leg.priority,
             expected_tokens=leg.expected_tokens,
+            prefix=leg.prefix,
             eos_ids=frozenset() if leg.params.ignore_eos else eos_ids,
         )
 
@@ -162,6 +167,7 @@ class LegBook:
         self._on_change = on_change or (lambda: None)
         self._open: dict[LegKey, OpenLeg] = {}
         self._news: dict[LegSink, _News] = {}
+        self._ended: deque[PromptPrefix] = deque(maxlen=_MAX_ENDED)
         self.counts: Counter[str] = Counter()
         """``received`` and, by outcome, ended legs; their sums agree when none is open."""
 
@@ -225,12 +231,20 @@ class LegBook:
     ) -> None:
         """Close a leg and add its one last word to the next message."""
         del self._open[opened.key]
+        if opened.leg.prefix.names:
+            self._ended.append(opened.leg.prefix)
         self.counts[_outcome(opened, finish_reason, error)] += 1
         end = LegEnd(
             key=opened.key, finish_reason=finish_reason, error=error, times=times or LegTimes()
         )
         self._news_for(opened).ends.append(end)
         self._on_change()
+
+    def take_ended(self) -> list[PromptPrefix]:
+        """Return which beginnings of prompts the legs had that ended since the last call."""
+        ended = list(self._ended)
+        self._ended.clear()
+        return ended
 
     def flush(self) -> None:
         """Send what was added, one message for each router."""

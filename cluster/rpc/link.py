@@ -32,7 +32,7 @@ from cluster.transport.staging import StagedChannel
 from cluster.wire import worker_pb2 as pb
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 
     from torch import Tensor
 
@@ -122,15 +122,16 @@ class Link:
         self._note(message)
         self._outbox.put_nowait(signal_to_wire(message))
 
-    async def send_export(
+    def send_export(
         self, manifest: Manifest, export: MoveBlocks, timeout_s: float | None = None
-    ) -> None:
-        """Send a manifest and its bytes; returns when they left, which is before the commit.
+    ) -> Coroutine[Any, Any, None]:
+        """Send a manifest and its bytes; what to await ends when they left, before the commit.
 
-        ``export(first_block, num_blocks, out_B)`` fills ``out_B`` with that part of the export; it
-        runs on the link's thread, and never after this returned or raised. ``timeout_s`` bounds
-        each piece, by default by its size. A caller that is cancelled waits nevertheless: the
-        manifest is out, so the bytes follow. Raises TransportError; the link is lost then.
+        The manifest is under way at once, ahead of what its caller says next. ``export(first_block,
+        num_blocks, out_B)`` fills ``out_B`` with that part of the export; it runs on the link's
+        thread, and never after the end. ``timeout_s`` bounds each piece, by default by its size. A
+        caller that is cancelled waits nevertheless: the manifest is out, so the bytes follow.
+        Raises TransportError; the link is lost then.
         """
         staged = self._check_alive()
         manifest.check_layout(self._settings.layout)
@@ -138,7 +139,7 @@ class Link:
         manifest = manifest.cut(self._settings.limits.staging_bytes, self._num_manifests)
         self._outbox.put_nowait(signal_to_wire(ManifestBytes(payload=manifest.pack())))
         guarded = self._guard(export)
-        await self._move(lambda: staged.send(manifest, guarded, timeout_s))
+        return self._move(lambda: staged.send(manifest, guarded, timeout_s))
 
     async def recv_import(
         self, manifest: Manifest, scatter: MoveBlocks, timeout_s: float | None = None
@@ -276,14 +277,16 @@ class Link:
 
         return guarded
 
-    async def _move(self, job: Callable[[], None]) -> None:
-        """Run a transfer on the link's thread, in its turn."""
+    def _move(self, job: Callable[[], None]) -> Coroutine[Any, Any, None]:
+        """Run a transfer on the link's thread, in its turn; returns what to await."""
         self._num_moves += 1
-        try:
-            await self._finish(self._thread.submit(lambda: self._in_turn(job)))
-        finally:
-            self._num_moves -= 1
-            self.touch()
+        moving = self._thread.submit(lambda: self._in_turn(job))
+        moving.add_done_callback(self._moved)
+        return self._finish(moving)
+
+    def _moved(self, _: asyncio.Future[None]) -> None:
+        self._num_moves -= 1
+        self.touch()
 
     def _in_turn(self, job: Callable[[], None]) -> None:
         # On the link's thread.

@@ -114,7 +114,7 @@ class LinkDialer:
             dial.exception()  # the callers may all have given up
 
     async def _dial(self, peer: Peer) -> Link:
-        channel = grpc.aio.insecure_channel(peer.address, options=CHANNEL_OPTIONS)
+        channel = self._token.channel(peer.address, CHANNEL_OPTIONS)
         link: Link | None = None
         try:
             async with asyncio.timeout(self._settings.open_timeout_s):

@@ -59,7 +59,7 @@ class WorkerServer:
     ) -> None:
         """``services`` are served besides; ``beat`` says how far the engine is.
 
-        With a ``token``, whoever calls has to show it.
+        With a ``token``, whoever calls has to show it, and what else shows who belongs here.
         """
         self._host, self._port = host, port
         self._services = services
@@ -76,6 +76,10 @@ class WorkerServer:
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         return f"{self._host}:{port}"
 
+    async def tell_draining(self) -> None:
+        """Tell health that nothing new is taken; what runs goes on."""
+        await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+
     def _make(self, port: int) -> tuple[grpc.aio.Server, int]:
         server = make_server(interceptors=self._token.guards, options=SERVER_OPTIONS)
         wire_grpc.add_WorkerServicer_to_server(self._servicer, server)
@@ -83,7 +87,7 @@ class WorkerServer:
         for add_to in self._services:
             add_to(server)
         try:
-            return server, server.add_insecure_port(f"{self._host}:{port}")
+            return server, self._token.open_port(server, f"{self._host}:{port}")
         except RuntimeError as error:
             raise StartupError(f"cannot listen on {self._host}:{port}") from error
 

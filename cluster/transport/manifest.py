@@ -1,8 +1,15 @@
 """The header of a handoff's segment, as msgpack: what follows on the channel, and what it means.
 
-An export travels in segments, each with a manifest of its own: blocks whose tokens are computed go
-out while later ones are being computed. The last segment ends with the export's last block and
-carries the tokens drawn so far.
+An export travels in segments, each with a manifest of its own: layers that a step has stored, and
+blocks whose tokens are computed, go out while later ones are being computed. Blocks go in bands:
+all layers of one band are sent, from the first on, before the next band begins::
+
+    layer  0 [ 1 | 2 | 4 ]
+             [   | 3 |   ]     segments in their order: a band of all layers at once,
+             [   |   | 5 ]     and two bands in two parts each; the 5th is the last
+             block 0  ..
+
+The last segment ends with the export's last block and layer and carries the tokens drawn so far.
 
 Whatever comes off a wire is checked field by field before anything is done with it: type, size
 and sense. A manifest that is wrong in any way is a HandoffFailed that names the field.
@@ -26,12 +33,13 @@ if TYPE_CHECKING:
 
     from cluster.request import LegKey
 
-VERSION = 2
+VERSION = 3
 MAX_PACKED_BYTES = 1 << 20
 _MAX_ID_CHARS = 256
 _MAX_LAYOUT_CHARS = 2048
 _MAX_TOKENS = 1 << 24
 _MAX_BLOCKS = 1 << 24
+_MAX_LAYERS = 1 << 24
 _MAX_BYTES = 1 << 44
 _MAX_TURNS = 1 << 53
 _MAX_OUTPUT_IDS = 1 << 17
@@ -43,10 +51,11 @@ _MAX_TOP_LOGPROBS = 1 << 10
 class Manifest:
     """One segment of a handoff on its way; ``num_bytes`` follow, in pieces.
 
-    Each piece holds ``piece_blocks`` whole blocks, the last one what is left. All blocks are the
-    sender's::
+    Each piece holds ``piece_blocks`` blocks with the segment's layers, the last one what is left.
+    All blocks are the sender's::
 
-        export    0 [ earlier segments ) first_block [ this one ) [ later ones ) whole blocks
+        export    0 [ earlier bands ) first_block [ this one ) [ later ones ) whole blocks
+        band      0 [ earlier segments ) first_layer [ this one ) [ later ones ) whole layers
     """
 
     handoff_id: str
@@ -59,6 +68,8 @@ class Manifest:
     """Tokens of the whole export."""
     first_block: int
     num_blocks: int
+    first_layer: int
+    num_layers: int
     num_bytes: int
     piece_blocks: int
     is_last: bool
@@ -81,15 +92,17 @@ class Manifest:
         num_tokens: int,
         output_ids: tuple[int, ...],
         blocks: range | None = None,
+        layers: range | None = None,
         logprobs: TokenLogprobs | None = None,
     ) -> Manifest:
-        """Describe ``blocks`` of an export of ``num_tokens`` tokens; by default all of it.
+        """Describe ``layers`` of ``blocks`` of an export of ``num_tokens`` tokens; by default all.
 
         In one piece: a link cuts it smaller. The tokens go with the last segment only.
         """
         whole = range(layout.num_blocks_for(num_tokens))
         blocks = whole if blocks is None else blocks
-        is_last = blocks.stop == whole.stop
+        layers = range(layout.num_layers) if layers is None else layers
+        is_last = (blocks.stop, layers.stop) == (whole.stop, layout.num_layers)
         num_blocks = len(blocks)
         return cls(
             handoff_id=handoff_id,
@@ -100,7 +113,9 @@ class Manifest:
             num_tokens=num_tokens,
             first_block=blocks.start,
             num_blocks=num_blocks,
-            num_bytes=num_blocks * layout.block_bytes,
+            first_layer=layers.start,
+            num_layers=len(layers),
+            num_bytes=num_blocks * len(layers) * layout.layer_bytes,
             piece_blocks=num_blocks,
             is_last=is_last,
             output_ids=output_ids if is_last else (),
@@ -108,8 +123,18 @@ class Manifest:
         )
 
     @property
+    def blocks(self) -> range:
+        """The segment's blocks, of the export's."""
+        return range(self.first_block, self.first_block + self.num_blocks)
+
+    @property
+    def layers(self) -> range:
+        """The segment's layers, of the model's."""
+        return range(self.first_layer, self.first_layer + self.num_layers)
+
+    @property
     def block_bytes(self) -> int:
-        """Bytes of one block."""
+        """Bytes of one block here: its layers in this segment."""
         return self.num_bytes // self.num_blocks
 
     def cut(self, max_piece_bytes: int, turn: int = 0) -> Manifest:
@@ -137,20 +162,25 @@ class Manifest:
             raise _bad("layout", str(error)) from error
 
     def check_layout(self, layout: KVLayout) -> None:
-        """Raise HandoffFailed unless these are whole blocks that ``layout`` can take in."""
+        """Raise HandoffFailed unless these are blocks and layers that ``layout`` can take in."""
         theirs = self.sender_layout()
         obstacle = layout.obstacle(theirs)
         if obstacle is not None:
             raise _bad("layout", str(obstacle))
-        whole, end = theirs.num_blocks_for(self.num_tokens), self.first_block + self.num_blocks
-        if end > whole or (end == whole) != self.is_last:
+        whole, end = theirs.num_blocks_for(self.num_tokens), self.blocks.stop
+        if self.layers.stop > theirs.num_layers:
+            raise _bad("num_layers", f"layer {self.layers.stop} of {theirs.num_layers}")
+        is_last = (end, self.layers.stop) == (whole, theirs.num_layers)
+        if end > whole or is_last != self.is_last:
             is_or_not = "is" if self.is_last else "is not"
             raise _bad(
                 "num_blocks",
-                f"block {end} of {whole} for {self.num_tokens} tokens {is_or_not} the last",
+                f"block {end} of {whole} for {self.num_tokens} tokens, "
+                f"layer {self.layers.stop} of {theirs.num_layers}, {is_or_not} the last",
             )
-        if self.block_bytes != theirs.block_bytes:
-            raise _bad("num_bytes", f"{self.block_bytes} a block, {theirs.block_bytes} expected")
+        expected = self.num_layers * theirs.layer_bytes
+        if self.block_bytes != expected:
+            raise _bad("num_bytes", f"{self.block_bytes} a block, {expected} expected")
 
     def pack(self) -> bytes:
         """Return the manifest as msgpack."""
@@ -181,6 +211,8 @@ class Manifest:
             turn=_take_int(fields, "turn", 0, _MAX_TURNS),
             first_block=_take_int(fields, "first_block", 0, _MAX_BLOCKS),
             num_blocks=_take_int(fields, "num_blocks", 1, _MAX_BLOCKS),
+            first_layer=_take_int(fields, "first_layer", 0, _MAX_LAYERS),
+            num_layers=_take_int(fields, "num_layers", 1, _MAX_LAYERS),
             num_bytes=_take_int(fields, "num_bytes", 1, _MAX_BYTES),
             piece_blocks=_take_int(fields, "piece_blocks", 1, _MAX_BLOCKS),
             is_last=_take_bool(fields, "is_last"),

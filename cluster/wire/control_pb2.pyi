@@ -554,6 +554,7 @@ class Register(_message.Message):
     PID_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     TOKENIZER_FIELD_NUMBER: _builtins.int
+    POOL_ROLE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
     pool: _builtins.str
@@ -573,6 +574,8 @@ class Register(_message.Message):
     transport: _builtins.str
     tokenizer: _builtins.str
     """a digest; token ids must mean the same everywhere"""
+    pool_role: _builtins.str
+    """its pool's; ``role`` differs where it was told to take another"""
     def __init__(
         self,
         *,
@@ -592,10 +595,11 @@ class Register(_message.Message):
         pid: _builtins.int = ...,
         transport: _builtins.str = ...,
         tokenizer: _builtins.str = ...,
+        pool_role: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size", b"block_size", "incarnation", b"incarnation", "layout", b"layout", "max_model_len", b"max_model_len", "num_blocks", b"num_blocks", "num_slots", b"num_slots", "pid", b"pid", "pool", b"pool", "prefill_per_token_s", b"prefill_per_token_s", "role", b"role", "step_base_s", b"step_base_s", "step_per_seq_s", b"step_per_seq_s", "tokenizer", b"tokenizer", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size", b"block_size", "incarnation", b"incarnation", "layout", b"layout", "max_model_len", b"max_model_len", "num_blocks", b"num_blocks", "num_slots", b"num_slots", "pid", b"pid", "pool", b"pool", "pool_role", b"pool_role", "prefill_per_token_s", b"prefill_per_token_s", "role", b"role", "step_base_s", b"step_base_s", "step_per_seq_s", b"step_per_seq_s", "tokenizer", b"tokenizer", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -700,6 +704,12 @@ class WorkerReport(_message.Message):
     COUNTERS_FIELD_NUMBER: _builtins.int
     UNRESERVED_GRANTS_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
+    STEP_PATIENCE_S_FIELD_NUMBER: _builtins.int
+    BROKEN_LINKS_FIELD_NUMBER: _builtins.int
+    IS_DRAINING_FIELD_NUMBER: _builtins.int
+    NUM_SWAPPED_FIELD_NUMBER: _builtins.int
+    GONE_PREFIXES_FIELD_NUMBER: _builtins.int
+    HAS_LOST_PREFIXES_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
     num_transferring: _builtins.int
@@ -711,6 +721,14 @@ class WorkerReport(_message.Message):
     prefill_per_token_s: _builtins.float
     number: _builtins.int
     """rises by one on each stream; 0: not numbered"""
+    step_patience_s: _builtins.float
+    """how long its running step may take; 0: in none"""
+    is_draining: _builtins.bool
+    """it takes no new work, and ends what it has"""
+    num_swapped: _builtins.int
+    """of num_waiting: their KV is in CPU memory"""
+    has_lost_prefixes: _builtins.bool
+    """and of others that nobody knows: count on none"""
     @_builtins.property
     def blocks(self) -> Global___Blocks: ...
     @_builtins.property
@@ -726,6 +744,14 @@ class WorkerReport(_message.Message):
     @_builtins.property
     def unreserved_grants(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """of held_grants: those that hold no blocks yet"""
+
+    @_builtins.property
+    def broken_links(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """incarnations to whom its last handoff failed"""
+
+    @_builtins.property
+    def gone_prefixes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """names of Want.prefix_names that its cache has no more"""
 
     def __init__(
         self,
@@ -744,10 +770,16 @@ class WorkerReport(_message.Message):
         counters: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         unreserved_grants: _abc.Iterable[_builtins.str] | None = ...,
         number: _builtins.int = ...,
+        step_patience_s: _builtins.float = ...,
+        broken_links: _abc.Iterable[_builtins.str] | None = ...,
+        is_draining: _builtins.bool = ...,
+        num_swapped: _builtins.int = ...,
+        gone_prefixes: _abc.Iterable[_builtins.int] | None = ...,
+        has_lost_prefixes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "counters", b"counters", "held_grants", b"held_grants", "num_running", b"num_running", "num_steps", b"num_steps", "num_transferring", b"num_transferring", "num_waiting", b"num_waiting", "number", b"number", "prefill_per_token_s", b"prefill_per_token_s", "queued_tokens", b"queued_tokens", "step_base_s", b"step_base_s", "step_per_seq_s", b"step_per_seq_s", "transfers", b"transfers", "unreserved_grants", b"unreserved_grants"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "broken_links", b"broken_links", "counters", b"counters", "gone_prefixes", b"gone_prefixes", "has_lost_prefixes", b"has_lost_prefixes", "held_grants", b"held_grants", "is_draining", b"is_draining", "num_running", b"num_running", "num_steps", b"num_steps", "num_swapped", b"num_swapped", "num_transferring", b"num_transferring", "num_waiting", b"num_waiting", "number", b"number", "prefill_per_token_s", b"prefill_per_token_s", "queued_tokens", b"queued_tokens", "step_base_s", b"step_base_s", "step_patience_s", b"step_patience_s", "step_per_seq_s", b"step_per_seq_s", "transfers", b"transfers", "unreserved_grants", b"unreserved_grants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -865,34 +897,132 @@ class AbortGrant(_message.Message):
 Global___AbortGrant: _TypeAlias = AbortGrant  # noqa: Y015
 
 @_typing.final
+class Drain(_message.Message):
+    """Take no new work, end what is there, and leave."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TERM_FIELD_NUMBER: _builtins.int
+    term: _builtins.int
+    def __init__(
+        self,
+        *,
+        term: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["term", b"term"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Drain: _TypeAlias = Drain  # noqa: Y015
+
+@_typing.final
+class TakeRole(_message.Message):
+    """Drain, and come back in another role."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TERM_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    term: _builtins.int
+    role: _builtins.str
+    def __init__(
+        self,
+        *,
+        term: _builtins.int = ...,
+        role: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role", "term", b"term"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TakeRole: _TypeAlias = TakeRole  # noqa: Y015
+
+@_typing.final
 class Directive(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ACCEPTED_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
+    DRAIN_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted(self) -> Global___Accepted: ...
     @_builtins.property
     def refused(self) -> Global___Refused: ...
     @_builtins.property
     def abort(self) -> Global___AbortGrant: ...
+    @_builtins.property
+    def drain(self) -> Global___Drain: ...
+    @_builtins.property
+    def role(self) -> Global___TakeRole: ...
     def __init__(
         self,
         *,
         accepted: Global___Accepted | None = ...,
         refused: Global___Refused | None = ...,
         abort: Global___AbortGrant | None = ...,
+        drain: Global___Drain | None = ...,
+        role: Global___TakeRole | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "accepted", b"accepted", "kind", b"kind", "refused", b"refused"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "accepted", b"accepted", "drain", b"drain", "kind", b"kind", "refused", b"refused", "role", b"role"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "accepted", b"accepted", "kind", b"kind", "refused", b"refused"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "accepted", b"accepted", "drain", b"drain", "kind", b"kind", "refused", b"refused", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["accepted", "refused", "abort"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["accepted", "refused", "abort", "drain", "role"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___Directive: _TypeAlias = Directive  # noqa: Y015
+
+@_typing.final
+class WorkerOrder(_message.Message):
+    """---- operator -> control plane"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    role: _builtins.str
+    """that it shall take; empty: it shall drain and leave"""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        role: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerOrder: _TypeAlias = WorkerOrder  # noqa: Y015
+
+@_typing.final
+class OrderGiven(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.str
+    """of the worker that was told"""
+    def __init__(
+        self,
+        *,
+        incarnation: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OrderGiven: _TypeAlias = OrderGiven  # noqa: Y015
 
 @_typing.final
 class GetClusterRequest(_message.Message):

@@ -54,6 +54,11 @@ class ControlStub:
                 request_serializer=cluster_dot_wire_dot_control__pb2.GetClusterRequest.SerializeToString,
                 response_deserializer=cluster_dot_wire_dot_control__pb2.ClusterView.FromString,
                 _registered_method=True)
+        self.Order = channel.unary_unary(
+                '/pdserve.control.v1.Control/Order',
+                request_serializer=cluster_dot_wire_dot_control__pb2.WorkerOrder.SerializeToString,
+                response_deserializer=cluster_dot_wire_dot_control__pb2.OrderGiven.FromString,
+                _registered_method=True)
 
 
 class ControlServicer:
@@ -85,6 +90,13 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Order(self, request, context):
+        """An operator's word to one worker; INVALID_ARGUMENT where it cannot be followed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -107,6 +119,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.WatchCluster,
                     request_deserializer=cluster_dot_wire_dot_control__pb2.GetClusterRequest.FromString,
                     response_serializer=cluster_dot_wire_dot_control__pb2.ClusterView.SerializeToString,
+            ),
+            'Order': grpc.unary_unary_rpc_method_handler(
+                    servicer.Order,
+                    request_deserializer=cluster_dot_wire_dot_control__pb2.WorkerOrder.FromString,
+                    response_serializer=cluster_dot_wire_dot_control__pb2.OrderGiven.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -217,6 +234,33 @@ class Control:
             '/pdserve.control.v1.Control/WatchCluster',
             cluster_dot_wire_dot_control__pb2.GetClusterRequest.SerializeToString,
             cluster_dot_wire_dot_control__pb2.ClusterView.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Order(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.control.v1.Control/Order',
+            cluster_dot_wire_dot_control__pb2.WorkerOrder.SerializeToString,
+            cluster_dot_wire_dot_control__pb2.OrderGiven.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,8 @@ class ControlStub:
     """One per worker: reports up, directives down."""
     GetCluster: _grpc.UnaryUnaryMultiCallable[_control_pb2.GetClusterRequest, _control_pb2.ClusterView]
     WatchCluster: _grpc.UnaryStreamMultiCallable[_control_pb2.GetClusterRequest, _control_pb2.ClusterView]
+    Order: _grpc.UnaryUnaryMultiCallable[_control_pb2.WorkerOrder, _control_pb2.OrderGiven]
+    """An operator's word to one worker; INVALID_ARGUMENT where it cannot be followed."""
 
 @_typing.type_check_only
 class ControlAsyncStub(ControlStub):
@@ -47,6 +49,8 @@ class ControlAsyncStub(ControlStub):
     """One per worker: reports up, directives down."""
     GetCluster: _aio.UnaryUnaryMultiCallable[_control_pb2.GetClusterRequest, _control_pb2.ClusterView]  # type: ignore[assignment]
     WatchCluster: _aio.UnaryStreamMultiCallable[_control_pb2.GetClusterRequest, _control_pb2.ClusterView]  # type: ignore[assignment]
+    Order: _aio.UnaryUnaryMultiCallable[_control_pb2.WorkerOrder, _control_pb2.OrderGiven]  # type: ignore[assignment]
+    """An operator's word to one worker; INVALID_ARGUMENT where it cannot be followed."""
 
 class ControlServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -78,5 +82,13 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.GetClusterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_control_pb2.ClusterView], _abc.AsyncIterator[_control_pb2.ClusterView]]: ...
+
+    @_abc_1.abstractmethod
+    def Order(
+        self,
+        request: _control_pb2.WorkerOrder,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.OrderGiven, _abc.Awaitable[_control_pb2.OrderGiven]]:
+        """An operator's word to one worker; INVALID_ARGUMENT where it cannot be followed."""
 
 def add_ControlServicer_to_server(servicer: ControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -315,6 +315,8 @@ class Leg(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     EXPECTED_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFIX_STRIDE_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFIX_NAMES_FIELD_NUMBER: _builtins.int
     kind: Global___LegKind.ValueType
     remaining_s: _builtins.float
     grant_id: _builtins.str
@@ -324,6 +326,8 @@ class Leg(_message.Message):
     """a tier of the deploy file; empty: the default one"""
     expected_tokens: _builtins.int
     """the client's guess at its output's length"""
+    prefix_stride_tokens: _builtins.int
+    """as in the want: names of the prompt's beginnings"""
     @_builtins.property
     def key(self) -> Global___LegKey: ...
     @_builtins.property
@@ -334,6 +338,8 @@ class Leg(_message.Message):
     def params(self) -> Global___SamplingParams: ...
     @_builtins.property
     def peer(self) -> Global___Peer: ...
+    @_builtins.property
+    def prefix_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -349,10 +355,12 @@ class Leg(_message.Message):
         tenant: _builtins.str = ...,
         priority: _builtins.str = ...,
         expected_tokens: _builtins.int | None = ...,
+        prefix_stride_tokens: _builtins.int = ...,
+        prefix_names: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_tokens", b"_expected_tokens", "_peer", b"_peer", "expected_tokens", b"expected_tokens", "key", b"key", "params", b"params", "peer", b"peer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_tokens", b"_expected_tokens", "_peer", b"_peer", "expected_tokens", b"expected_tokens", "grant_id", b"grant_id", "handoff_id", b"handoff_id", "key", b"key", "kind", b"kind", "output_ids", b"output_ids", "params", b"params", "peer", b"peer", "priority", b"priority", "prompt_ids", b"prompt_ids", "remaining_s", b"remaining_s", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_tokens", b"_expected_tokens", "_peer", b"_peer", "expected_tokens", b"expected_tokens", "grant_id", b"grant_id", "handoff_id", b"handoff_id", "key", b"key", "kind", b"kind", "output_ids", b"output_ids", "params", b"params", "peer", b"peer", "prefix_names", b"prefix_names", "prefix_stride_tokens", b"prefix_stride_tokens", "priority", b"priority", "prompt_ids", b"prompt_ids", "remaining_s", b"remaining_s", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_tokens: _TypeAlias = _typing.Literal["expected_tokens"]  # noqa: Y015
     _WhichOneofArgType__expected_tokens: _TypeAlias = _typing.Literal["_expected_tokens", b"_expected_tokens"]  # noqa: Y015

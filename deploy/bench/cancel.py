@@ -26,6 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.control.status import asking
 from cluster.errors import EngineFault, PdserveError
+from cluster.trust import ClusterToken
 from deploy.bench.report import Bar, Row
 from deploy.bench.site import prompt_ids
 from deploy.client import Client
@@ -130,7 +131,8 @@ class _Cancelling:
     async def run(self, draw: random.Random) -> _Round:
         """Run one round; returns when the cluster is idle again."""
         endpoints = self._doors.config.endpoints
-        async with asking(f"{endpoints.host}:{endpoints.control_port}") as ask:
+        token = ClusterToken.load(self._doors.config.security)
+        async with asking(f"{endpoints.host}:{endpoints.control_port}", token) as ask:
             await self._until_idle(ask)
             seen, threads = self._start(draw)
             until = time.monotonic() + _CALL_TIMEOUT_S

@@ -19,6 +19,7 @@ import yaml
 from cluster import config as deploy_config
 from cluster.config import Dtype
 from cluster.errors import StartupError
+from deploy.doors import http_url
 from deploy.run_state import RunState
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class BenchCluster:
     @property
     def http(self) -> str:
         """Base URL of the HTTP door."""
-        return f"http://{self.config.endpoints.host}:{self.config.endpoints.http_port}"
+        return http_url(self.config)
 
     @property
     def grpc(self) -> str:

@@ -42,9 +42,9 @@ from cluster.control.ledger import Ledger
 from cluster.control.links import LinkTable
 from cluster.control.placement import Placement
 from cluster.control.planner import Planner
-from cluster.control.prefixes import PromptPrefix
 from cluster.control.settings import ControlSettings
 from cluster.kv.layout import KVLayout
+from cluster.request import PromptPrefix
 from deploy.bench.report import Bar, Row, Run, row_of
 
 if TYPE_CHECKING:

@@ -29,6 +29,7 @@ from deploy.bench import (
     lab_interference,
     overhead,
     prefill,
+    refusal,
     report,
     restarts,
 )
@@ -69,6 +70,7 @@ SITE_BENCHES: tuple[tuple[str, SiteBench], ...] = (
     (handoff.NAME, handoff.measure),
     (dispatch.NAME, dispatch.measure),
     (frontend.NAME, frontend.measure),
+    (refusal.NAME, refusal.measure),
     (lab_interference.NAME, lab_interference.measure),
 )
 CLUSTER_BENCHES = (
@@ -102,6 +104,7 @@ USUAL_NAMES = (
     handoff.NAME,
     dispatch.NAME,
     frontend.NAME,
+    refusal.NAME,
     overhead.NAME,
     isolation.NAME,
 )

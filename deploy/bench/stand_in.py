@@ -1,4 +1,4 @@
-"""A router whose cluster is a stand-in: placed at once, and a worker that speaks in steps.
+"""A router whose cluster is a stand-in: placed at once, and a worker that speaks in steps; or full.
 
 What is left is the router's own work. The worker's messages come as objects, so taking them off
 the wire is not in it.
@@ -33,6 +33,7 @@ from cluster.rpc.client import LegEvents
 from router.api import build_api
 from router.dispatch import Dispatcher
 from router.http_door import HttpDoor
+from router.http_guard import HttpCaps
 from router.legs import Workers
 from router.metrics import RouterMetrics
 from router.served import served_model
@@ -51,14 +52,16 @@ _STEP_S = 0.002
 _WORKER_ID = "stand-in"
 _MAX_MODEL_LEN = 2048
 _NUM_SLOTS = 64
+_MAX_CLIENTS = 2000
 _START_S = 30.0
 
 
 class _Route:
-    """Grants at once."""
+    """Grants at once, or never where ``max_waiting`` may wait."""
 
-    def __init__(self) -> None:
-        self.view: ClusterView | None = _view()
+    def __init__(self, max_waiting: int) -> None:
+        self.view: ClusterView | None = _view(max_waiting)
+        self._is_full = max_waiting > 0
         self.prefix_key = b""
         self._num_grants = 0
 
@@ -70,6 +73,8 @@ class _Route:
     async def stop(self) -> None: ...
 
     async def want(self, want: Want) -> Grant:
+        if self._is_full:
+            await asyncio.Event().wait()
         self._num_grants += 1
         placed = Placed(worker_id=_WORKER_ID, incarnation="1", address="stand-in:1", pool="mixed")
         return Grant(
@@ -133,15 +138,18 @@ class _Worker:
 class StandInRouter:
     """The router's HTTP door, on a loop in a thread of its own; made by ``serving``."""
 
-    def __init__(self, folder: Path, text: str) -> None:
-        """``text`` is what the worker says, again and again."""
+    def __init__(self, folder: Path, text: str, *, max_waiting: int = 0) -> None:
+        """``text`` is what the worker says, again and again.
+
+        With ``max_waiting`` there is no worker with room: so many requests wait, and no more.
+        """
         model = served_model(folder, name="bench", max_model_len=_MAX_MODEL_LEN)
         self.codec = TextCodec.load(folder, eos_ids=model.eos_ids)
         self.port = 0
         self.ids = self.codec.encode(text, has_special_tokens=False).ids
         pools = (PoolConfig(name="mixed", role=Role.MIXED, max_num_seqs=_NUM_SLOTS),)
         dispatcher = Dispatcher(
-            route=lambda events: _Route(),
+            route=lambda events: _Route(max_waiting),
             workers=Workers(self._connect),
             clock=SystemClock(),
             metrics=RouterMetrics("bench"),
@@ -149,10 +157,17 @@ class StandInRouter:
         self._service = Service(
             model=model, limits=LimitsConfig(), codec=self.codec, dispatcher=dispatcher,
             capacity=Capacity.of(pools, max_model_len=model.max_model_len),
-            max_open_calls=2 * _NUM_SLOTS,
+            max_open_calls=2 * _NUM_SLOTS + max_waiting,
         )  # fmt: skip
+        self.api = build_api(self._service)
+        self._caps = HttpCaps(max_per_address=_MAX_CLIENTS)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="router", daemon=True)
+
+    @property
+    def num_open(self) -> int:
+        """Calls that have not ended."""
+        return self._service.dispatcher.num_open
 
     def cpu_s(self) -> float:
         """Return the CPU time that the router's loop has taken so far."""
@@ -165,7 +180,7 @@ class StandInRouter:
     def start(self) -> None:
         """Open the door; ``port`` is known then."""
         self._thread.start()
-        self._door = HttpDoor(build_api(self._service), host="127.0.0.1", port=0)
+        self._door = HttpDoor(self.api, host="127.0.0.1", port=0, caps=self._caps)
 
         async def start() -> int:
             await self._service.start()
@@ -200,7 +215,7 @@ def serving(folder: Path, text: str) -> Iterator[StandInRouter]:
         router.stop()
 
 
-def _view() -> ClusterView:
+def _view(max_waiting: int) -> ClusterView:
     registration = Registration(
         worker_id=_WORKER_ID, incarnation="1", pool="mixed", role=Role.MIXED, address="stand-in:1",
         num_slots=_NUM_SLOTS, num_blocks=4096, block_size=16, max_model_len=_MAX_MODEL_LEN,
@@ -209,9 +224,9 @@ def _view() -> ClusterView:
     )  # fmt: skip
     worker = WorkerView(
         worker=registration, report=WorkerReport(blocks=BlockCounts(free=4096)),
-        health=Health.ALIVE, report_age_s=0.0, num_granted=0,
+        health=Health.ALIVE, report_age_s=0.0, num_granted=_NUM_SLOTS if max_waiting else 0,
     )  # fmt: skip
     return ClusterView(
         term=1, workers=(worker,), links=(), num_waiting=0, waiting_tokens=0, num_granted=0,
-        num_routers=1, max_queue_requests=256, retry_after_s=1.0,
+        num_routers=1, max_queue_requests=max_waiting or 256, retry_after_s=1.0,
     )  # fmt: skip

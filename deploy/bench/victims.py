@@ -20,7 +20,9 @@ import psutil
 from cluster.control.facts import Health
 from cluster.control.status import get_cluster
 from cluster.errors import PdserveError, StartupError
+from cluster.trust import ClusterToken
 from deploy import processes
+from deploy.doors import http_client, http_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -64,14 +66,15 @@ class Victims:
 
     def __init__(self, doors: Doors) -> None:
         self._endpoints = doors.config.endpoints
-        self._ready_url = f"{doors.http}/health/ready"
-        self._num_workers = sum(pool.count for pool in doors.config.pools)
+        self._config = doors.config
+        self._token = ClusterToken.load(doors.config.security)
+        self._num_workers = sum(pool.min_count for pool in doors.config.pools)
 
     def view(self) -> ClusterView | None:
         """Ask the control plane; None where it doesn't answer."""
         address = f"{self._endpoints.host}:{self._endpoints.control_port}"
         try:
-            return asyncio.run(get_cluster(address, timeout_s=_ANSWER_S))
+            return asyncio.run(get_cluster(address, timeout_s=_ANSWER_S, token=self._token))
         except PdserveError:
             return None
 
@@ -107,11 +110,12 @@ class Victims:
 
         def is_ready() -> bool:
             try:
-                return httpx.get(self._ready_url, timeout=_ANSWER_S).is_success
+                return http.get(f"{http_url(self._config)}/health/ready").is_success
             except httpx.HTTPError:
                 return False
 
-        wait_until(is_ready, timeout_s, "no router is ready")
+        with http_client(self._config, timeout_s=_ANSWER_S) as http:
+            wait_until(is_ready, timeout_s, "no router is ready")
 
     def control_pid(self) -> int:
         """Return the pid of whoever listens on the control port."""

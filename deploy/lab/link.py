@@ -11,6 +11,7 @@ import grpc
 from cluster.control.status import get_cluster
 from cluster.errors import PdserveError
 from cluster.transport.faults import Point, Verb
+from cluster.trust import ClusterToken
 from cluster.wire import faults_pb2 as wire
 from cluster.wire import faults_pb2_grpc as wire_grpc
 
@@ -33,10 +34,11 @@ def slowed(doors: Doors, bytes_per_s: float | None) -> Iterator[None]:
     if bytes_per_s is None:
         yield
         return
+    token = ClusterToken.load(doors.config.security)
     with contextlib.ExitStack() as stack:
         stubs = [
-            wire_grpc.FaultsStub(stack.enter_context(grpc.insecure_channel(address)))
-            for address in _workers(doors)
+            wire_grpc.FaultsStub(stack.enter_context(token.blocking_channel(address)))
+            for address in _workers(doors, token)
         ]
         delay = wire.Fault(
             verb=Verb.DELAY.value,
@@ -47,10 +49,13 @@ def slowed(doors: Doors, bytes_per_s: float | None) -> Iterator[None]:
         )
         try:
             for stub in stubs:
-                stub.Set(wire.FaultPlan(faults=[delay]), timeout=_ANSWER_S)
+                stub.Set(wire.FaultPlan(faults=[delay]), timeout=_ANSWER_S, metadata=token.metadata)
             yield
             num_slowed = sum(
-                sum(stub.Clear(wire.ClearFaults(), timeout=_ANSWER_S).fired) for stub in stubs
+                sum(
+                    stub.Clear(wire.ClearFaults(), timeout=_ANSWER_S, metadata=token.metadata).fired
+                )
+                for stub in stubs
             )
         except grpc.RpcError as error:
             raise PdserveError(
@@ -60,9 +65,8 @@ def slowed(doors: Doors, bytes_per_s: float | None) -> Iterator[None]:
         raise PdserveError("no transfer met the slowed link", stage="lab")
 
 
-def _workers(doors: Doors) -> list[str]:
+def _workers(doors: Doors, token: ClusterToken) -> list[str]:
     endpoints = doors.config.endpoints
-    view = asyncio.run(
-        get_cluster(f"{endpoints.host}:{endpoints.control_port}", timeout_s=_ANSWER_S)
-    )
+    address = f"{endpoints.host}:{endpoints.control_port}"
+    view = asyncio.run(get_cluster(address, timeout_s=_ANSWER_S, token=token))
     return [worker.worker.address for worker in view.workers]

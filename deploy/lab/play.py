@@ -233,10 +233,17 @@ class _Call:
             now = self._notes.now()
             self._arrivals += [now] * len(piece.token_ids)
             if piece.HasField("timeline"):
-                self._waiting_s = piece.timeline.queue_s + piece.timeline.prefill.queue_s
+                self._waiting_s = _waiting_s(piece.timeline)
             if self._is_time() or self._notes.is_over.is_set():
                 self._has_left = True
                 return  # leaving the stream cancels it
+
+
+def _waiting_s(timeline: pb.Timeline) -> float:
+    """Return how long a request waited until it was first computed."""
+    is_local = timeline.prefill_worker == timeline.decode_worker
+    first = timeline.decode if is_local else timeline.prefill
+    return timeline.queue_s + first.queue_s
 
 
 class _Watcher:

@@ -22,9 +22,12 @@ from router.grpc_api.malformed import MessageGuard
 if TYPE_CHECKING:
     import grpc.aio
 
-    from router.service import Service
+    from cluster.tls import DoorTls
+    from router.service import Readiness, Service
 
 _SERVICE = "pdserve.v1.Inference"
+_ROLES = ("prefill", "decode")
+"""Each is a service of its own to those who ask after its health."""
 _MIN_PING_INTERVAL_MS = 900
 """Clients may ping once a second, whether they have calls open or not."""
 
@@ -33,12 +36,20 @@ class GrpcDoor:
     """One gRPC server. Several routers on a host share a port: the kernel spreads connections."""
 
     def __init__(
-        self, service: Service, *, host: str, port: int, caps: GrpcCaps | None = None
+        self,
+        service: Service,
+        *,
+        host: str,
+        port: int,
+        caps: GrpcCaps | None = None,
+        tls: DoorTls | None = None,
     ) -> None:
+        """With ``tls``, nothing else is spoken."""
         self._service = service
         self._host = host
         self._port = port
         self._caps = caps or GrpcCaps()
+        self._tls = tls
         self._server = StandingServer(self._make)
         self._health = health_aio.HealthServicer()
         self._beats: list[asyncio.Task[None]] = []
@@ -52,7 +63,7 @@ class GrpcDoor:
 
     async def start(self) -> int:
         """Listen and return the port; raises StartupError where the address can't be had."""
-        await self._tell_health()
+        await self._tell_health(self._service.readiness())
         port = await self._server.start(self._port)
         self.connections = connections = Connections(port, self._caps.max_per_address)
         self._beats = [
@@ -81,7 +92,9 @@ class GrpcDoor:
         reflection.enable_server_reflection(names, server)
         address = f"{self._host}:{port}"
         try:
-            return server, int(server.add_insecure_port(address))
+            if self._tls is None:
+                return server, int(server.add_insecure_port(address))
+            return server, int(server.add_secure_port(address, self._tls.server_credentials))
         except RuntimeError as error:
             raise StartupError(f"cannot listen on {address} for gRPC") from error
 
@@ -112,21 +125,21 @@ class GrpcDoor:
             connections.look()
 
     async def _keep_health(self) -> None:
-        told: bool | None = None
+        told: Readiness | None = None
         while True:
-            is_ready = self._service.readiness().is_ready
-            if is_ready is not told:
-                await self._tell_health()
-                told = is_ready
+            readiness = self._service.readiness()
+            if readiness != told:
+                await self._tell_health(readiness)
+                told = readiness
             await asyncio.sleep(self._caps.health_beat_s)
 
-    async def _tell_health(self) -> None:
-        """Say whether a request could be placed, as /health/ready does."""
-        is_ready = self._service.readiness().is_ready
+    async def _tell_health(self, readiness: Readiness) -> None:
+        """Say whether a request could be placed, as /health/ready does, and which role is there."""
         statuses = health_pb2.HealthCheckResponse
-        status = statuses.SERVING if is_ready else statuses.NOT_SERVING
-        for name in ("", _SERVICE):
-            await self._health.set(name, status)
+        are_well = {"": readiness.is_ready, _SERVICE: readiness.is_ready}
+        are_well |= {role: readiness.has(role) for role in _ROLES}
+        for name, is_well in are_well.items():
+            await self._health.set(name, statuses.SERVING if is_well else statuses.NOT_SERVING)
 
 
 def _ms(seconds: float) -> int:

@@ -35,7 +35,7 @@ class Writer:
         self.entered = threading.Semaphore(0)
         self.may_go = threading.Semaphore(0)
 
-    def import_blocks(self, block_ids, staged_B) -> None:
+    def import_blocks(self, block_ids, staged_B, layers=None) -> None:
         self.slices.append(block_ids)
         self.bytes.append(staged_B[::BLOCK_BYTES].tolist())
         self.entered.release()
@@ -90,7 +90,7 @@ def test_nobody_waits_for_a_copy_and_nobody_gets_its_blocks(world):
 def test_a_copy_that_fails_lifts_the_fence(world):
     pool, writer, landing, _, _ = world
 
-    def fail(block_ids, staged_B) -> None:
+    def fail(block_ids, staged_B, layers) -> None:
         landing.abort(AbortCause.FAULT)
         raise OSError("no such page")
 
@@ -119,10 +119,13 @@ def test_a_commit_gives_the_blocks_to_the_sequence(world):
     thread.join(WAIT_S)
 
 
-def segment(layout: KVLayout, start: int, stop: int, num_tokens: int) -> Manifest:
+def segment(
+    layout: KVLayout, start: int, stop: int, num_tokens: int, layers: range | None = None
+) -> Manifest:
     return Manifest.of(
-        "h", make_key(), layout, num_tokens=num_tokens, output_ids=(7,), blocks=range(start, stop)
-    )
+        "h", make_key(), layout, num_tokens=num_tokens, output_ids=(7,),
+        blocks=range(start, stop), layers=layers,
+    )  # fmt: skip
 
 
 def reserved_landing(layout: KVLayout, num_tokens: int, cache) -> tuple[Landing, BlockPool]:
@@ -143,6 +146,53 @@ def test_segments_are_taken_in_their_order_only():
             landing.announce(segment(LAYOUT, start, stop, 40))
     last = segment(LAYOUT, 4, 10, 40)
     assert not landing.announce(last)
+    assert not landing.landed(last), "the first one is not there yet"
+
+
+LAYERED = replace(LAYOUT, num_layers=4)
+
+
+def test_layers_of_a_band_are_taken_in_their_order_only():
+    """Every layer of every block once: gaps, overlaps and another order are named."""
+    landing, _ = reserved_landing(LAYERED, 40, Writer())
+    assert landing.announce(segment(LAYERED, 0, 6, 40, range(2)))
+    for wrong, message in (
+        (segment(LAYERED, 0, 6, 40, range(2)), "first_layer: 0, expected 2"),
+        (segment(LAYERED, 0, 6, 40, range(1, 4)), "first_layer: 1, expected 2"),
+        (segment(LAYERED, 0, 6, 40, range(3, 4)), "first_layer: 3, expected 2"),
+        (segment(LAYERED, 0, 5, 40, range(2, 4)), "num_blocks: 5, expected 6"),
+        (segment(LAYERED, 0, 10, 40, range(2, 4)), "num_blocks: 10, expected 6"),
+        (segment(LAYERED, 6, 10, 40), "first_block: 6, expected 0"),
+    ):
+        with pytest.raises(HandoffFailed, match=f"manifest.{message}"):
+            landing.announce(wrong)
+    assert not landing.announce(segment(LAYERED, 0, 6, 40, range(2, 4)))
+    with pytest.raises(HandoffFailed, match="first_layer: 1, expected 0"):
+        landing.announce(segment(LAYERED, 6, 10, 40, range(1, 4)))
+    with pytest.raises(HandoffFailed, match="first_block: 5, expected 6"):
+        landing.announce(segment(LAYERED, 5, 10, 40))
+    landing.announce(segment(LAYERED, 6, 10, 40, range(3)))
+    landing.announce(segment(LAYERED, 6, 10, 40, range(3, 4)))
+
+
+def test_it_is_whole_when_all_its_parts_were_written():
+    landing, _ = reserved_landing(LAYERED, 40, Writer())
+    parts = [
+        segment(LAYERED, 0, 6, 40),
+        segment(LAYERED, 6, 10, 40, range(3)),
+        segment(LAYERED, 6, 10, 40, range(3, 4)),
+    ]
+    for part in parts:
+        landing.announce(part)
+    assert [landing.landed(part) for part in parts] == [False, False, True]
+    assert landing.num_bytes == 10 * LAYERED.block_bytes
+
+
+def test_a_last_part_alone_makes_nothing_whole():
+    landing, _ = reserved_landing(LAYERED, 40, Writer())
+    first, last = (segment(LAYERED, 0, 10, 40, la) for la in (range(3), range(3, 4)))
+    landing.announce(first)
+    landing.announce(last)
     assert not landing.landed(last), "the first one is not there yet"
 
 
@@ -180,12 +230,16 @@ def test_segments_of_another_layout_are_converted(sizes, dtypes):
     landing, pool = reserved_landing(ours, num_tokens, caches[1])
     our_ids = pool.importing("h")
     cuts = [0, 2, len(their_ids) - 1, len(their_ids)]
-    for start, stop in itertools.pairwise(cuts):
-        manifest = segment(theirs, start, stop, num_tokens)
+    bands = itertools.pairwise(cuts)
+    # The first band whole, the others layer by layer.
+    parts = [(*next(bands), range(2))]
+    parts += [(*band, range(la, la + 1)) for band in bands for la in (0, 1)]
+    for start, stop, layers in parts:
+        manifest = segment(theirs, start, stop, num_tokens, layers)
         landing.announce(manifest)
         for first in range(start, stop):
-            staged = torch.empty(theirs.block_bytes, dtype=torch.uint8)
-            caches[0].export_blocks(their_ids[first : first + 1], staged)
+            staged = torch.empty(manifest.block_bytes, dtype=torch.uint8)
+            caches[0].export_blocks(their_ids[first : first + 1], staged, layers)
             landing.write(manifest, first - start, 1, staged)
         is_whole = landing.landed(manifest)
     assert is_whole

@@ -1,5 +1,7 @@
 """What the decode half does with legs and the engine's events; handoffs are in lifecycle/."""
 
+from types import SimpleNamespace
+
 from cluster.errors import Cancelled, DeadlineExceeded
 from cluster.handoff import AbortCause
 from cluster.request import FinishReason, LegKind
@@ -97,4 +99,23 @@ async def test_routers_get_their_own_legs_only():
     assert pair.p_sink.output(make_key("b")) == expected_tokens("b", MAX_TOKENS)
     assert set(pair.p_sink.ends) == {make_key("b")}
     assert set(pair.d_sink.ends) == {make_key("a")}
+    pair.assert_idle()
+
+
+async def test_the_commit_leaves_before_the_engine_begins():
+    """CASES P-20: and a leg that is given up between the two ends, with its blocks free."""
+    pair = Pair()
+    behind_the_commit = []
+    pair.decode._errands = SimpleNamespace(soon=behind_the_commit.append)
+    pair.start()
+    await pair.prefill_all()
+    assert pair.p_sink.ends[KEY].error is None
+    assert pair.d_engine.scheduler.num_waiting == 0
+    pair.decode.abort_leg(KEY, AbortCause.CANCELLED)
+    assert KEY not in pair.d_sink.ends
+    (go_on,) = behind_the_commit
+    go_on()
+    await pair.run_dry()
+    assert isinstance(pair.d_sink.ends[KEY].error, Cancelled)
+    assert not pair.d_sink.output(KEY)
     pair.assert_idle()

@@ -45,6 +45,8 @@ class FakeDoors:
     exposed_s: float = 0.004
     block_bytes: int = 1000
     fails: bool = False
+    is_local: bool = False
+    """Whether the worker that decodes also prefills."""
     prompts: list[int] = field(default_factory=list)
     running: int = 0
     cancelled: int = 0
@@ -81,7 +83,9 @@ class FakeDoors:
             queue_s=QUEUE_S, compute_s=COMPUTE_S, exposed_s=self.exposed_s,
             transfer_bytes=num_blocks * self.block_bytes,
         )  # fmt: skip
-        return pb.Timeline(prefill=prefill)
+        if self.is_local:
+            return pb.Timeline(prefill_worker="d", decode_worker="d", decode=prefill)
+        return pb.Timeline(prefill_worker="p", decode_worker="d", prefill=prefill)
 
 
 def pause(seconds: float) -> None:

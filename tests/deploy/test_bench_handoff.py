@@ -35,11 +35,12 @@ def pairs(monkeypatch) -> list[DeployConfig]:
     class Pair:
         def __init__(self, config: DeployConfig) -> None:
             is_chunked = config.pools[0].chunk_tokens > 0
+            streams = config.limits.stream_kv
             is_shm = config.transport is TransportKind.SHM
             self.times = LegTimes(
                 queue_s=0.001,
-                compute_s=0.1 if is_chunked else 0.099,
-                exposed_s=(0.004 if is_chunked else 0.008) / (2 if is_shm else 1)
+                compute_s=0.109 if is_chunked else 0.1 if streams else 0.099,
+                exposed_s=(0.004 if streams else 0.008) / (2 if is_shm else 1)
                 + (0.001 if config.limits.kv_digest else 0.0),
                 transfer_bytes=3000,
             )
@@ -70,33 +71,40 @@ def test_every_way_of_moving_kv_is_compared_with_its_simpler_one(tmp_path, pairs
     rows = handoff.measure(make_site(tmp_path), SIZE)
 
     assert {row.name for row in rows} == {"handoff"}
-    gloo, shm = rows[:4], rows[4:]
+    gloo, shm = rows[:6], rows[6:]
     for of_transport, name, factor, limit in ((gloo, "Gloo", 1, 5), (shm, "shared memory", 2, 3)):
         assert all(name in row.what for row in of_transport)
-        whole, chunked, digest, prefill = of_transport
+        whole, layers, digest, chunked, prefill, in_chunks = of_transport
         assert (whole.value, whole.reference) == (pytest.approx(8 / factor), pytest.approx(2))
-        assert chunked.value == pytest.approx(4 / factor)
-        assert chunked.reference == pytest.approx(whole.value)
-        assert str(chunked.bar) == f"value <= {limit}"
-        assert chunked.holds is True
+        for streamed in (layers, chunked):
+            assert streamed.value == pytest.approx(4 / factor)
+            assert streamed.reference == pytest.approx(whole.value)
+            assert str(streamed.bar) == f"value <= {limit}"
+            assert streamed.holds is True
         assert digest.value - digest.reference == pytest.approx(1)
         assert digest.bar is None
         assert prefill.ratio == pytest.approx(101 / 100)
         assert str(prefill.bar) == "ratio <= 1.03"
+        assert in_chunks.ratio == pytest.approx(110 / 100)
+        assert in_chunks.bar is None
 
 
 def test_pairs_differ_in_nothing_but_what_is_compared(tmp_path, pairs):
     handoff.measure(make_site(tmp_path), SIZE)
 
     base = bench_config("trial.yaml")
-    assert len(pairs) == 6
-    seen = {(each.transport, each.pools[0].chunk_tokens, each.limits.kv_digest) for each in pairs}
+    assert len(pairs) == 8
+    seen = {
+        (each.transport, each.pools[0].chunk_tokens, each.limits.stream_kv, each.limits.kv_digest)
+        for each in pairs
+    }
     kinds = (TransportKind.TORCH_DIST, TransportKind.SHM)
-    variants = ((0, False), (128, False), (128, True))
+    variants = ((0, False, False), (0, True, False), (0, True, True), (128, True, False))
     assert seen == {(kind, *variant) for kind in kinds for variant in variants}
+    small = [dataclasses.replace(pool, kv_tokens=2048) for pool in base.pools]
     for each in pairs:
         same = dataclasses.replace(each.pools[0], chunk_tokens=base.pools[0].chunk_tokens)
-        assert (same, *each.pools[1:]) == base.pools
+        assert [same, *each.pools[1:]] == small
 
 
 def test_other_bytes_are_not_measured(tmp_path, pairs):

@@ -82,7 +82,7 @@ def test_benchmarks_share_one_cluster_of_each_kind(monkeypatch):
     assert runner.run([], json_path=None) == 0
 
     assert stage.events == [
-        "decode-step", "prefill", "handoff", "dispatch", "frontend",
+        "decode-step", "prefill", "handoff", "dispatch", "frontend", "refusal",
         "start prefill", "overhead", "isolation", "stop",
         "start mixed", "isolation", "stop",
     ]  # fmt: skip

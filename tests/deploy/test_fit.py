@@ -42,6 +42,18 @@ def test_pools_that_overlap_are_tried_in_several_orders():
     assert fit(pools, nodes).problems == ()
 
 
+def test_a_scaled_pool_is_refused_for_its_fewest_and_told_for_its_most():
+    nodes = [node("a", 2, "H100")]
+    scaled = PoolConfig(
+        name="p", role=Role.MIXED, min=2, max=4, accelerator_type="H100", gpus_per_worker=1.0
+    )
+    found = fit([scaled], nodes)
+    assert (found.problems, found.placed) == ((), {"p": {"a": 2}})
+    assert "2 of 4 workers fit" in found.at_most[0]
+    assert fit([scaled], [node("a", 4, "H100")]).at_most == ()
+    assert "1 of 2 workers fit" in fit([scaled], [node("a", 1, "H100")]).problems[0]
+
+
 def test_parts_of_a_gpu_are_parts_of_one():
     nodes = [node("a", 2, "L4")]
     assert fit([gpu("p", "L4", 4, share=0.5)], nodes).problems == ()

@@ -178,6 +178,13 @@ def test_what_never_gets_ready_ends_with_what_is_missing(run, monkeypatch):
         run(FakeHost())
 
 
+def test_what_does_not_move_ends_before_that(run, monkeypatch):
+    monkeypatch.setattr("deploy.start_watch.STUCK_S", 0.0)
+    monkeypatch.setattr(launch, "missing", lambda config: "pool decode: 0 of 1 workers")
+    with pytest.raises(StartupError, match=r"nothing has moved.*pool decode: 0 of 1 .*logs: here"):
+        run(FakeHost())
+
+
 def test_calls_repeat_the_options_of_this_run(config):
     text = calls.calls_text(config, ["--config", "/a b/c.yaml", "--set", "model.name=m"])
     same = "--config '/a b/c.yaml' --set model.name=m"

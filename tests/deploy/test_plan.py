@@ -68,6 +68,18 @@ def test_the_model_is_not_looked_for_where_tokens_are_given():
     assert plan.with_kv_tokens(config) is config
 
 
+@pytest.mark.parametrize(("swap_tokens", "gigabytes"), [(0, "1.1"), (1 << 20, "0.5")])
+def test_what_is_swapped_out_takes_memory_too(tiny, capsys, swap_tokens, gigabytes):
+    """As much as all of the KV where nothing else is said."""
+    plan.show(deploy_config.from_tree(tree(tiny, kv_tokens=1 << 21)))
+    assert "CPU memory" not in capsys.readouterr().out
+    pool = tree(tiny, kv_tokens=1 << 21, swap_tokens=swap_tokens)
+    swapping = {**pool, "scheduling": {"preemption": "swap"}}
+    plan.show(deploy_config.from_tree(swapping))
+    told = f"pool a: each worker takes {gigabytes} GB of CPU memory besides"
+    assert told in capsys.readouterr().out
+
+
 def test_a_plan_says_what_runs_where(tiny, capsys):
     config = deploy_config.from_tree(tree(tiny, count=3, kv_tokens=4096, cost_per_hour=0.5))
     node = Node(name="here", address="here", resources={"CPU": 1.0})
@@ -79,6 +91,17 @@ def test_a_plan_says_what_runs_where(tiny, capsys):
     assert row[-3:] == ["4096", "12288", "1.5"]
     assert "24 sequences decode at once over 12288 tokens of KV; cost 1.5 an hour" in text
     assert text.rstrip().endswith("3")
+
+
+def test_a_scaled_pool_is_shown_from_its_fewest_to_its_most(tiny, capsys):
+    options = {"min": 1, "max": 3, "kv_tokens": 4096, "cost_per_hour": 0.5, "cpus_per_worker": 1}
+    node = Node(name="here", address="here", resources={"CPU": 2.0})
+    assert plan.show(deploy_config.from_tree(tree(tiny, **options)), [node]) == 0
+    text = capsys.readouterr().out
+    assert "1 to 3" in text
+    assert "8 to 24 sequences decode at once over 4096 to 12288 tokens of KV" in text
+    assert "cost 0.5 to 1.5 an hour" in text
+    assert "at its most: pool a: 2 of 3 workers fit" in text
 
 
 def test_a_worker_too_big_for_its_gpu_is_refused_after_the_plan(tiny, capsys):

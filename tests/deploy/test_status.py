@@ -1,5 +1,6 @@
 """`pdserve status`: what an operator sees of the cluster."""
 
+import dataclasses
 import itertools
 import json
 
@@ -59,6 +60,13 @@ def test_a_worker_is_shown_with_its_blocks_by_state():
     shown = [row[state] for state in ("free", "cached", "held", "importing", "fenced")]
     assert shown == ["30", "20", "10", "3", "1"]
     assert (row["waiting"], row["queued"]) == ("4", "99")
+
+
+def test_a_worker_that_drains_is_shown_so():
+    (worker,) = make_view().workers
+    report = dataclasses.replace(worker.report, is_draining=True)
+    view = make_view(workers=(dataclasses.replace(worker, report=report),))
+    assert cells(status.render(view), "decode-0")["health"] == "draining"
 
 
 def test_a_link_is_shown_with_what_moves_its_bytes_and_how_fast():

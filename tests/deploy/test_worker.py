@@ -2,15 +2,10 @@
 
 import asyncio
 import contextlib
-import threading
 
 import pytest
-import torch
 
-from cluster.clock import SystemClock
-from cluster.config import DeployConfig, ModelConfig, PoolConfig, Role, TransportKind
-from cluster.control.server import ControlServer
-from cluster.control.status import get_cluster
+from cluster.config import DeployConfig, PoolConfig, Role
 from cluster.engine import loop as loop_module
 from cluster.engine.plan import SequenceEnd, StepEvents
 from cluster.errors import (
@@ -23,167 +18,22 @@ from cluster.errors import (
     WorkerLost,
 )
 from cluster.handoff import AbortCause
-from cluster.kv.layout import KVLayout
-from cluster.request import FinishReason, Leg, LegKind, Peer, Redirect
-from cluster.transport.loopback import LoopbackTransport
+from cluster.request import FinishReason, LegKind, Peer, PromptPrefix, Redirect
 from deploy import worker_legs, worker_watch
-from deploy.worker import Worker
-from deploy.worker_parts import StepSpeed, WorkerParts
+from tests.deploy.world import (
+    KEY,
+    LAYOUT,
+    NUM_BLOCKS,
+    Sink,
+    blocked_runner,
+    make_leg,
+)
 from tests.factories import (
     BLOCK_SIZE,
-    EOS_ID,
-    FakeRunner,
     expected_tokens,
     make_key,
-    make_params,
     make_prompt,
 )
-
-LAYOUT = KVLayout(
-    num_layers=1, num_kv_heads=1, head_dim=1, block_size=BLOCK_SIZE, dtype="fp32",
-    model_fingerprint="fake",
-)  # fmt: skip
-NUM_BLOCKS = 32
-KEY = make_key()
-
-
-class ByteCache:
-    """Blocks of bytes; the runner is told which of them it no longer knows."""
-
-    def __init__(self, runner: FakeRunner) -> None:
-        self.runner = runner
-        self.blocks = torch.zeros(NUM_BLOCKS, LAYOUT.block_bytes, dtype=torch.uint8)
-
-    def export_blocks(self, block_ids, out_B) -> None:
-        out_B.copy_(self.blocks[list(block_ids)].reshape(-1))
-
-    def import_blocks(self, block_ids, staged_B) -> None:
-        self.blocks[list(block_ids)] = staged_B.view(len(block_ids), -1)
-        for block in block_ids:
-            for i in range(BLOCK_SIZE):
-                self.runner._slots.pop((block, i), None)
-
-
-class Sink:
-    def __init__(self) -> None:
-        self.tokens = []
-        self.waiting = []
-        self.ends = {}
-        self.changed = asyncio.Event()
-
-    def emit(self, tokens, ends, waiting=(), prompts=()) -> None:
-        self.tokens.extend(tokens)
-        self.waiting.extend(waiting)
-        for end in ends:
-            assert end.key not in self.ends
-            self.ends[end.key] = end
-        self.changed.set()
-
-    async def until(self, condition):
-        async with asyncio.timeout(10):
-            while not condition(self):
-                self.changed.clear()
-                await self.changed.wait()
-
-    async def end_of(self, key):
-        await self.until(lambda sink: key in sink.ends)
-        return self.ends[key]
-
-    def output(self, key=KEY):
-        return [t.token_id for t in sorted(self.tokens, key=lambda t: t.output_index)]
-
-
-class World:
-    def __init__(self, config, control, address) -> None:
-        self.config = config
-        self.control = control
-        self.address = address
-        self.transport = LoopbackTransport()
-        self.workers = []
-
-    def make(self, pool: str, worker_id: str, runner=None) -> Worker:
-        runner = runner or FakeRunner(kv_of_others=True)
-        parts = WorkerParts(
-            layout=LAYOUT,
-            max_model_len=256,
-            vocab_size=30_001,
-            eos_ids=frozenset({EOS_ID}),
-            cache=ByteCache(runner),
-            runner=runner,
-            speed=StepSpeed(base_s=0.01, per_seq_s=0.001, prefill_per_token_s=0.0001),
-            tokenizer="",
-            transport=self.transport,
-            pin=lambda: None,
-        )
-        worker = Worker(
-            self.config, self.config.pool(pool), parts, worker_id=worker_id,
-            control_address=self.address,
-        )  # fmt: skip
-        self.workers.append(worker)
-        return worker
-
-    async def start(self, pool: str, worker_id: str, runner=None) -> Worker:
-        worker = self.make(pool, worker_id, runner)
-        await worker.start()
-        return worker
-
-    async def reports(self, until):
-        async with asyncio.timeout(10):
-            while True:
-                view = await get_cluster(self.address, timeout_s=5.0)
-                reports = {view.worker.worker_id: view.report for view in view.workers}
-                if until(reports):
-                    return reports
-                await asyncio.sleep(0.02)
-
-
-@pytest.fixture
-async def world():
-    def pool(name, role):
-        return PoolConfig(
-            name=name, role=role, block_size=BLOCK_SIZE, kv_tokens=NUM_BLOCKS * BLOCK_SIZE,
-            token_budget=64,
-        )  # fmt: skip
-
-    config = DeployConfig(
-        pools=(pool("p", Role.PREFILL), pool("d", Role.DECODE), pool("m", Role.MIXED)),
-        model=ModelConfig(max_model_len=256),
-        transport=TransportKind.LOOPBACK,
-    )
-    control = ControlServer(config, SystemClock())
-    world = World(config, control, await control.start("127.0.0.1", 0))
-    yield world
-    for worker in world.workers:
-        await worker.stop(0.0)
-        worker._pool.check()
-        assert worker._pool.num_free == NUM_BLOCKS
-        assert len(worker.legs) == 0
-    await control.stop()
-
-
-def make_leg(kind: LegKind, request_id: str = "r", peer=None, **fields) -> Leg:
-    defaults = {
-        "key": make_key(request_id),
-        "kind": kind,
-        "prompt_ids": make_prompt(19, request_id),
-        "params": make_params(6),
-        "remaining_s": 60.0,
-        "grant_id": f"grant-{request_id}",
-        "handoff_id": "" if kind is LegKind.LOCAL else f"handoff-{request_id}",
-        "peer": peer,
-    }
-    return Leg(**{**defaults, **fields})
-
-
-def blocked_runner():
-    """A runner whose steps wait until the test lets them go."""
-    entered, go = threading.Event(), threading.Event()
-
-    def on_run(_plan):
-        entered.set()
-        assert go.wait(10)
-
-    return FakeRunner(kv_of_others=True, on_run=on_run), entered, go
 
 
 async def test_a_request_goes_through_two_workers(world):
@@ -316,8 +166,6 @@ async def test_an_engine_fault_ends_every_leg_and_deregisters(world, caplog):
     assert isinstance(sink.ends[make_key("late")].error, WorkerLost)
     await world.reports(lambda reports: not reports)
     assert "m-0 fault" in caplog.text
-    with pytest.raises(EngineFault):
-        worker.check_health()
 
 
 async def fault_of(worker):
@@ -329,12 +177,9 @@ async def test_a_step_that_is_stuck_is_a_fault(world, monkeypatch):
     monkeypatch.setattr(loop_module, "_STALL_FLOOR_S", 0.2)
     runner, entered, go = blocked_runner()
     worker = await world.start("m", "m-0", runner)
-    worker.check_health()
     worker.legs.start_leg(make_leg(LegKind.LOCAL), Sink())
     assert await asyncio.to_thread(entered.wait, 10)
     assert "stuck" in str(await fault_of(worker))
-    with pytest.raises(EngineFault):
-        worker.check_health()
     await world.reports(lambda reports: not reports)
     go.set()
 
@@ -534,6 +379,33 @@ async def test_a_grant_that_is_taken_back_ends_its_legs(world):
     assert set(sink.ends) == {make_key("mine")}
     worker.legs.abort_leg(make_key("other"), AbortCause.CANCELLED)
     await world.reports(lambda reports: not reports["d-0"].held_grants)
+
+
+async def test_the_control_plane_stops_counting_what_a_cache_has_lost_or_never_got(world):
+    """P-17, P-18: over the real report stream; by its own names, of which nothing can be told."""
+    worker = await world.start("m", "m-0")
+    prefixes = world.control._desk._planner._ledger.prefixes
+    named = PromptPrefix(stride_tokens=2 * BLOCK_SIZE, names=(1, 2))
+    never = PromptPrefix(stride_tokens=2 * BLOCK_SIZE, names=(1, 2, 8, 9))
+    sink = Sink()
+
+    async def counted(num_tokens):
+        await world.reports(lambda _: prefixes.holders(never).get("m-0", 0) == num_tokens)
+
+    async def serve(request_id, num_tokens, **fields):
+        prompt_ids = make_prompt(num_tokens, fields.pop("prompt", request_id))
+        leg = make_leg(LegKind.LOCAL, request_id, prompt_ids=prompt_ids, **fields)
+        worker.legs.start_leg(leg, sink)
+        return await sink.end_of(leg.key)
+
+    prefixes.learn("m-0", NUM_BLOCKS * BLOCK_SIZE, named)
+    await serve("a", 19, prefix=named)
+    prefixes.learn("m-0", NUM_BLOCKS * BLOCK_SIZE, never)
+    late = await serve("b", 36, prompt="a", prefix=never, remaining_s=1e-9)
+    assert late.error is not None
+    await counted(2 * 2 * BLOCK_SIZE)
+    await serve("c", 4 * NUM_BLOCKS - 12)
+    await counted(0)
 
 
 async def test_a_deadline_passes_without_any_step(world):

@@ -63,7 +63,7 @@ def test_the_flag_is_for_loopback_only():
 class Steps:
     num_steps = 0
 
-    def run(self, plan: Plan) -> Outcome:
+    def run(self, plan: Plan, on_stored=None) -> Outcome:
         self.num_steps += 1
         return Outcome(())
 

@@ -17,7 +17,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import httpx
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -35,6 +34,8 @@ from cluster.config import (
 )
 from cluster.control.server import ControlServer
 from cluster.control.status import get_cluster
+from cluster.trust import ClusterToken
+from deploy.doors import http_client, http_url
 from router.ingress import Ingress
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def make_config(model: Path, pools: dict[str, tuple[Role, int]], **pool_options)
             for name, (role, count) in pools.items()
         ),
         model=ModelConfig(path=str(model), name="tiny", max_model_len=1024),
-        limits=LimitsConfig(kv_digest=True),
+        limits=LimitsConfig(kv_digest=True, drain_s=0.5),
         scheduling=SchedulingConfig(local_prefill=LocalPrefill.NEVER),
         endpoints=EndpointsConfig(http_port=http, grpc_port=grpc, control_port=control),
     )
@@ -108,7 +109,8 @@ def parse_metrics(text: str) -> Metrics:
 
 def view_of(cluster) -> ClusterView:
     """What the control plane of this cluster, of whichever kind, says."""
-    return asyncio.run(get_cluster(cluster.control, timeout_s=5.0))
+    token = ClusterToken.load(cluster.config.security)
+    return asyncio.run(get_cluster(cluster.control, timeout_s=5.0, token=token))
 
 
 def is_quiet(cluster) -> bool:
@@ -131,7 +133,7 @@ class PlainCluster:
         self.folder = folder
         self.workers: dict[str, subprocess.Popen[str]] = {}
         endpoints = config.endpoints
-        self.http = f"http://{endpoints.host}:{endpoints.http_port}"
+        self.http = http_url(config)
         self.grpc = f"{endpoints.host}:{endpoints.grpc_port}"
         self.control = f"{endpoints.host}:{endpoints.control_port}"
         self._stop = threading.Event()
@@ -156,9 +158,10 @@ class PlainCluster:
     def wait_served(self, timeout_s: float = 30) -> None:
         """Wait until the router has heard of the workers: its view is pushed, not asked for."""
         until = time.monotonic() + timeout_s
-        while httpx.get(f"{self.http}/health/ready").status_code != 200:
-            assert time.monotonic() < until, "the router is not ready"
-            time.sleep(0.05)
+        with http_client(self.config, timeout_s=5) as client:
+            while client.get(f"{self.http}/health/ready").status_code != 200:
+                assert time.monotonic() < until, "the router is not ready"
+                time.sleep(0.05)
 
     def start_worker(self, pool: str, worker_id: str) -> None:
         """Start one worker process; ``wait_ready`` waits for it."""
@@ -200,7 +203,8 @@ class PlainCluster:
 
     def metrics(self) -> Metrics:
         """Scrape the router."""
-        return parse_metrics(httpx.get(f"{self.http}/metrics").text)
+        with http_client(self.config, timeout_s=5) as client:
+            return parse_metrics(client.get(f"{self.http}/metrics").text)
 
     def wait_quiet(self, timeout_s: float = 10) -> None:
         """Wait for Q; also of the router, which counts what it has not answered yet."""

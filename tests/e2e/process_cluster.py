@@ -190,6 +190,22 @@ class ProcessCluster:
             self._faults.pop(name).close()
         return process.pid
 
+    def terminate(self, name: str) -> None:
+        """SIGTERM; ``wait_exit`` waits for what comes of it."""
+        os.kill(self.pid(name), signal.SIGTERM)
+
+    def wait_exit(self, name: str, timeout_s: float) -> int:
+        """Wait until a process has ended by itself; its exit code."""
+        process = self.processes.pop(name)
+        process.join(timeout_s)
+        if process.exitcode is None:
+            process.kill()
+            process.join(10)
+            raise AssertionError(f"{name} did not end: {self.log(name)[-3000:]}")
+        if name in self._faults:
+            self._faults.pop(name).close()
+        return process.exitcode
+
     def restart(self, name: str) -> None:
         """Start it again at the same address, and wait until it is ready."""
         self.start_one(name)

@@ -113,3 +113,43 @@ class Prompts:
             assert outcome == ("", self.num_tokens), f"prompt {number}: {outcome}"
         at = next((i for i, t in enumerate(stream.tokens) if t != expected[i]), None)
         assert at is None or gaps[at] < NEAR_TIE, f"token {at} is wrong: {stream.tokens}"
+
+
+class SteadyLoad:
+    """So many requests a second, each a stream, for the time of a ``with``; none waits for another.
+
+    ``prompts`` come in turn, as long as it lasts.
+    """
+
+    def __init__(self, address: str, prompts: Prompts, *, per_s: float = 10.0) -> None:
+        self._address, self._prompts, self._gap_s = address, prompts, 1.0 / per_s
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="steady-load", daemon=True)
+        self.streams: list[tuple[int, Stream]] = []
+
+    def __enter__(self) -> SteadyLoad:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._is_over.set()
+        self._thread.join(10)
+
+    def wait_started(self, num_more: int, timeout_s: float = 60) -> None:
+        """Wait until so many more have been sent."""
+        wanted, deadline = len(self.streams) + num_more, time.monotonic() + timeout_s
+        while len(self.streams) < wanted:
+            assert time.monotonic() < deadline, "the load stands still"
+            self._is_over.wait(self._gap_s)
+
+    def check(self) -> None:
+        """None has failed, and each got what transformers says."""
+        for number, stream in self.streams:
+            stream.wait_end(60)
+            self._prompts.check(number, stream)
+
+    def _run(self) -> None:
+        for number in itertools.cycle(range(len(self._prompts.prompts))):
+            self.streams.append((number, self._prompts.stream(self._address, number)))
+            if self._is_over.wait(self._gap_s):
+                return

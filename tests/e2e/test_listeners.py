@@ -2,9 +2,15 @@
 
 import dataclasses
 import ipaddress
+import os
 import re
+import shutil
 import socket
+import subprocess
+import sys
+from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pytest
@@ -16,6 +22,8 @@ from tests.e2e.ray_cluster import ray_cluster
 
 pytestmark = pytest.mark.ray
 README = Path(__file__).parents[2] / "README.md"
+_NOT_ALWAYS = {"ray::RuntimeEnvAgent"}
+"""Processes that listen for a part of their life."""
 
 
 def documented() -> dict[str, bool]:
@@ -42,28 +50,98 @@ def title_of(process: psutil.Process) -> str:
     return name
 
 
-def test_every_listener_is_documented(on_ray):
-    """S-03, with two router replicas up: wide ones only where the table says so and why."""
-    table = documented()
+class Listener(NamedTuple):
+    """One socket that waits for connections."""
+
+    pid: int
+    title: str
+    port: int
+    is_wide: bool
+
+
+def listeners(on_ray) -> list[Listener]:
+    """Those of every process that the cluster has started, and of the one that started it."""
     state = RunState(on_ray.config.endpoints.control_port)
     pids = {process.pid for process in state.started()} | {on_ray.process.pid}
-    seen_wide: dict[str, int] = {}
-    seen = set()
+    found = []
     for pid in pids:
         process = psutil.Process(pid)
         title = "pdserve" if pid == on_ray.process.pid else title_of(process)
         for connection in process.net_connections(kind="tcp"):
-            if connection.status != psutil.CONN_LISTEN:
-                continue
-            assert title in table, f"{title} listens on {connection.laddr} and is not in the table"
-            seen.add(title)
-            address = ipaddress.ip_address(connection.laddr.ip.removeprefix("::ffff:"))
-            if not address.is_loopback:
-                assert table[title], f"{title} listens wide on {connection.laddr}"
-                seen_wide[f"{title} {pid}"] = seen_wide.get(f"{title} {pid}", 0) + 1
-    assert {"raylet", "gcs_server", "ray::ServeReplica:pdserve:router"} <= seen
-    # One port a Serve replica: the one that Serve hard-codes.
-    assert set(seen_wide.values()) == {1}
+            if connection.status == psutil.CONN_LISTEN:
+                address = ipaddress.ip_address(connection.laddr.ip.removeprefix("::ffff:"))
+                is_wide = not address.is_loopback
+                found.append(Listener(pid, title, connection.laddr.port, is_wide))
+    return found
+
+
+def test_every_listener_is_documented(on_ray):
+    """S-03, with two router replicas up: wide ones only where the table says so and why."""
+    table, found = documented(), listeners(on_ray)
+    for listener in found:
+        assert listener.title in table, f"{listener} is not in the table"
+        assert table[listener.title] or not listener.is_wide, f"{listener} is wide"
+    titles = {listener.title for listener in found}
+    assert {"raylet", "gcs_server", "ray::ServeReplica:pdserve:router"} <= titles
+    # One port a Serve replica: the one that Serve hard-codes. No proxy of Serve's runs, so none of
+    # its statistics ports is there either.
+    wide = Counter(listener.pid for listener in found if listener.is_wide)
+    replicas = {each.pid for each in found if each.title.startswith("ray::ServeReplica:")}
+    assert wide == dict.fromkeys(replicas, 1)
+    # Every row is somebody's: what is gone must leave the table.
+    assert table.keys() - titles <= _NOT_ALWAYS
+
+
+_REACH = """
+import socket, sys
+for port in map(int, sys.argv[2:]):
+    with socket.socket() as each:
+        each.settimeout(5)
+        if each.connect_ex((sys.argv[1], port)) == 0:
+            print(port)
+"""
+
+
+@pytest.fixture
+def other_host():
+    """A network namespace beside this one, with a wire to it: the address of this end, and a way to
+    run a command at the other."""
+    here, there, name = f"pd{os.getpid()}a", f"pd{os.getpid()}b", f"pdserve-{os.getpid()}"
+    addresses = "198.51.100.1", "198.51.100.2"  # of a network that is for examples
+
+    def ip(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+
+    if shutil.which("ip") is None or ip("netns", "add", name).returncode:
+        pytest.skip("no network namespace can be made here")
+    try:
+        for words in (
+            ("link", "add", here, "type", "veth", "peer", "name", there, "netns", name),
+            ("address", "add", f"{addresses[0]}/30", "dev", here),
+            ("link", "set", here, "up"),
+            ("-n", name, "address", "add", f"{addresses[1]}/30", "dev", there),
+            ("-n", name, "link", "set", there, "up"),
+        ):
+            if (made := ip(*words)).returncode:
+                pytest.skip(f"no wire to a network namespace can be laid here: {made.stderr}")
+        yield addresses[0], lambda *words: ip("netns", "exec", name, *words)
+    finally:
+        ip("link", "del", here)
+        ip("netns", "del", name)
+
+
+def test_another_host_reaches_what_the_table_says_and_nothing_else(on_ray, other_host):
+    """S-03, S-04: every port of Ray's own refuses; there is no dashboard to be found."""
+    address, run_there = other_host
+    found = listeners(on_ray)
+    ports = sorted({listener.port for listener in found})
+    # 8265: the dashboard; 8404 and 9101: the statistics of Serve's proxies; 10001: Ray's client.
+    asked = [*ports, 8265, 8404, 9101, 10001]
+    answer = run_there(sys.executable, "-c", _REACH, address, *map(str, asked))
+    assert answer.returncode == 0, answer.stderr
+    reached = {int(port) for port in answer.stdout.split()}
+    assert reached == {listener.port for listener in found if listener.is_wide}
+    assert reached, "the wire carries nothing (V)"
 
 
 def own_address() -> str:

@@ -243,7 +243,7 @@ def write_piece(
         return
     first = start * theirs.block_size
     length = min(num_blocks * theirs.block_size, num_tokens - first)
-    cache.import_foreign(table, first, length, staged_B, theirs)
+    cache.import_foreign(table, range(first, first + length), staged_B, theirs)
 
 
 def measure(report: Report, folder: Path) -> None:

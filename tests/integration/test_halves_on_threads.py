@@ -110,7 +110,7 @@ class Side:
         self.outbox = Outbox(make_dialer=self.make_dialer, **common)
         self.prefill = PrefillHalf(pool=self.pool, outbox=self.outbox, **ends)
         self.inbox = Inbox(patience_s=0.05, **common)
-        self.decode = DecodeHalf(inbox=self.inbox, **ends)
+        self.decode = DecodeHalf(inbox=self.inbox, errands=errands, **ends)
         self.halves = (self.prefill, self.decode)
         self.sink = FakeSink()
 

@@ -11,6 +11,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from cluster.config import TransportKind
+from cluster.engine.plan import StepEvents
 from cluster.engine.scheduler import StepScheduler
 from cluster.errors import EngineFault
 from cluster.handoff import ManifestBytes
@@ -21,44 +22,65 @@ from cluster.transport.base import PeerLost
 from tests.factories import BLOCK_SIZE, FakeClock, FakeRunner
 
 if TYPE_CHECKING:
+    from cluster.engine.plan import Outcome, Plan
     from cluster.kv.block_pool import BlockPool
 
+LAYERS = 4
 LAYOUT = KVLayout(
-    num_layers=1, num_kv_heads=1, head_dim=1, block_size=BLOCK_SIZE, dtype="fp32",
+    num_layers=LAYERS, num_kv_heads=1, head_dim=1, block_size=BLOCK_SIZE, dtype="fp32",
     model_fingerprint="fake",
 )  # fmt: skip
 CHUNK = 8
 
 
+TORN = ("torn", 0)
+"""What stands where the layers of a token are not all of one and the same."""
+
+
 class FakeStaging(list):
     """A list of blocks; sliced by their bytes, as a tensor is."""
 
+    def __init__(self, block_bytes: int, blocks=()) -> None:
+        super().__init__(blocks)
+        self.block_bytes = block_bytes
+
     def __getitem__(self, where):
-        start, rest = divmod(where.start, LAYOUT.block_bytes)
+        start, rest = divmod(where.start, self.block_bytes)
         assert rest == 0
-        stop, rest = divmod(where.stop, LAYOUT.block_bytes)
+        stop, rest = divmod(where.stop, self.block_bytes)
         assert rest == 0
-        return FakeStaging(list(self)[start:stop])
+        return FakeStaging(self.block_bytes, list(self)[start:stop])
 
 
 class FakeCache:
-    """Blocks are what the fake runner wrote into them; a staging buffer is a list of blocks."""
+    """Blocks are what the fake runner wrote into them; a staging buffer is a list of blocks.
+
+    Layers of a token all hold the same. In ``num_stored`` are blocks of a running step, with the
+    layers that it has stored of them.
+    """
 
     def __init__(self, runner: FakeRunner) -> None:
         self.runner = runner
+        self.num_stored: dict[int, int] = {}
+        self._layers: dict[tuple[int, int], dict[int, tuple]] = {}
 
-    def export_blocks(self, block_ids, out_B) -> None:
+    def export_blocks(self, block_ids, out_B, layers=None) -> None:
         slots = self.runner._slots
+        for block in block_ids:
+            assert layers.stop <= self.num_stored.get(block, LAYERS), "not computed yet"
         out_B[:] = [
             {i: slots[block, i] for i in range(BLOCK_SIZE) if (block, i) in slots}
             for block in block_ids
         ]
 
-    def import_blocks(self, block_ids, staged_B) -> None:
+    def import_blocks(self, block_ids, staged_B, layers=None) -> None:
         assert len(block_ids) == len(staged_B)
         for block, written in zip(block_ids, staged_B, strict=True):
             for i, value in written.items():
-                self.runner._slots[block, i] = value
+                known = self._layers.setdefault((block, i), {})
+                known.update(dict.fromkeys(layers, value))
+                is_whole = len(known) == LAYERS and len(set(known.values())) == 1
+                self.runner._slots[block, i] = value if is_whole else TORN
 
 
 class FakeEngine:
@@ -70,15 +92,59 @@ class FakeEngine:
         self.clock = clock
         self.on_step = None
         self.num_prompt_steps = 0
+        self.cache: FakeCache | None = None
+        """What is told how far a step is that is made in parts."""
+        self.running: tuple[Plan, Outcome] | None = None
+        self._aborts = []
 
     def add(self, sequence) -> None:
         self.scheduler.add(sequence)
 
     def abort(self, key, error) -> None:
-        self.scheduler.abort(key, error, self.clock.now())
+        self._aborts.append((key, error))
+        if self.running is None:
+            self._take_aborts()
+
+    def begin(self) -> None:
+        """Begin a step, which has stored nothing yet; or none."""
+        plan = self.scheduler.schedule(self.clock.now())
+        self.on_step(self.scheduler.take_events())
+        if plan is not None:
+            self.running = plan, self.runner.run(plan)
+            self._set_stored(0)
+
+    def store(self, num_layers: int) -> None:
+        """Go on until so many layers are stored, and tell of them."""
+        self._set_stored(num_layers)
+        plan, _ = self.running
+        watched = [share for share in plan.shares if share.stored is not None]
+        for share in watched:
+            share.stored.so_far = (share.start + len(share.token_ids), num_layers)
+        self.on_step(StepEvents(stored=tuple(share.key for share in watched)))
+
+    def end(self) -> None:
+        """End the step that was begun."""
+        plan, outcome = self.running
+        self.running = None
+        self.cache.num_stored.clear()
+        self._take_aborts()
+        self.on_step(self.scheduler.commit(plan, outcome, self.clock.now()))
+
+    def _set_stored(self, num_layers: int) -> None:
+        for share in self.running[0].shares:
+            for block in share.block_ids[share.start // BLOCK_SIZE :]:
+                self.cache.num_stored[block] = num_layers
+
+    def _take_aborts(self) -> None:
+        aborts, self._aborts = self._aborts, []
+        for key, error in aborts:
+            self.scheduler.abort(key, error, self.clock.now())
 
     def step(self) -> bool:
-        """Make one step, or none; tell the half what happened; whether anything was computed."""
+        """Make one step, or none, or end the one that was begun; whether anything was computed."""
+        if self.running is not None:
+            self.end()
+            return True
         plan = self.scheduler.schedule(self.clock.now())
         self.on_step(self.scheduler.take_events())
         if plan is None:
@@ -89,6 +155,10 @@ class FakeEngine:
         return True
 
     def fail(self) -> None:
+        """Fail, in the midst of a step where one was begun."""
+        self.running = None
+        if self.cache is not None:
+            self.cache.num_stored.clear()
         self.scheduler.abort_all(EngineFault("a step failed"), self.clock.now())
         self.on_step(self.scheduler.take_events())
 
@@ -106,6 +176,8 @@ class FakeWire:
         self.holds_landing = False
         self.sent: list[list] = []
         """The bytes of each segment that left."""
+        self.parts: list[tuple[range, range]] = []
+        """Blocks and layers of each."""
         self.sender = FakeLink(self, make_peer(worker_id), sender_events)
         self.receiver = FakeLink(self, make_peer("p"), receiver_events)
         self.sender.other, self.receiver.other = self.receiver, self.sender
@@ -153,15 +225,19 @@ class FakeLink:
             raise PeerLost("link lost")
         self.other.incoming.append(message)
 
-    async def send_export(self, manifest, export, timeout_s=None) -> None:
+    def send_export(self, manifest, export, timeout_s=None):
         self.signal(ManifestBytes(payload=manifest.pack()))
+        return self._send(manifest, export)
+
+    async def _send(self, manifest, export) -> None:
         # The link's thread takes its jobs in their order.
         async with self.turn:
             if self.wire.holds_bytes:
                 await self._wait(self.wire.released.wait())
-            staging = FakeStaging()
+            staging = FakeStaging(manifest.block_bytes)
             export(0, manifest.num_blocks, staging)
             self.wire.sent.append(list(staging))
+            self.wire.parts.append((manifest.blocks, manifest.layers))
             self.wire.bytes.put_nowait(staging)
 
     async def recv_import(self, manifest, scatter, timeout_s=None) -> None:

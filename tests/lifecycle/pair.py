@@ -47,7 +47,8 @@ class DecodeSide:
             pool=self.pool, cache=FakeCache(self.runner), patience_s=PATIENCE_S, **pair.common
         )
         self.half = DecodeHalf(
-            engine=self.engine, inbox=inbox, clock=pair.clock, eos_ids=frozenset({EOS_ID})
+            engine=self.engine, inbox=inbox, clock=pair.clock, eos_ids=frozenset({EOS_ID}),
+            errands=pair.common["errands"],
         )
         self.engine.on_step = self.half.on_step
         self.sink = FakeSink()
@@ -86,8 +87,9 @@ class Pair:
         self.p_pool = BlockPool(p_blocks)
         p_runner = FakeRunner(script=script)
         self.p_engine = FakeEngine(self.p_pool, p_runner, self.clock)
+        self.p_engine.cache = FakeCache(p_runner)
         outbox = Outbox(
-            pool=self.p_pool, cache=FakeCache(p_runner), make_dialer=lambda _: self.dialer,
+            pool=self.p_pool, cache=self.p_engine.cache, make_dialer=lambda _: self.dialer,
             streams=streams, **self.common,
         )  # fmt: skip
         self.prefill = PrefillHalf(

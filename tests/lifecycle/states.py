@@ -85,6 +85,25 @@ async def first_segment_not_landed(pair: Pair):
     await pair.step_prefill()
 
 
+async def first_layers_sent(pair: Pair):
+    """Out of a step that runs; so do the next two begin."""
+    pair.start()
+    pair.p_engine.begin()
+    await pair.settle()
+    pair.p_engine.store(2)
+    await pair.settle()
+
+
+async def first_layers_unread(pair: Pair):
+    pair.wire.holds_bytes = True
+    await first_layers_sent(pair)
+
+
+async def first_layers_not_landed(pair: Pair):
+    pair.wire.holds_landing = True
+    await first_layers_sent(pair)
+
+
 async def between_segments(pair: Pair):
     pair.start()
     await pair.step_prefill()
@@ -178,6 +197,7 @@ UNLINKED = (queued, dialling_while_computing, dialling_when_exported)
 KNOWN = (
     offer_without_leg, waiting_for_blocks, exported_and_waiting_for_blocks,
     credit_on_its_way_while_computing, credit_on_its_way, first_manifest_on_its_way,
+    first_layers_sent, first_layers_unread, first_layers_not_landed,
     first_segment_unread, first_segment_not_landed, between_segments,
     exported_with_the_first_segment_unread, last_manifest_on_its_way, last_segment_unread,
     last_segment_not_landed, redirected_and_waiting_for_blocks, redirected_between_segments,

@@ -12,6 +12,7 @@ import pytest
 from cluster.handoff import AbortCause, Commit, Credit, ManifestBytes, Offer
 from cluster.request import LegKind
 from tests.factories import expected_tokens, make_key, make_sequence
+from tests.lifecycle.fakes import LAYERS
 from tests.lifecycle.pair import MAX_TOKENS, Pair
 
 NUM_REQUESTS = 12
@@ -27,6 +28,7 @@ class Chaos:
         self.moves = (
             [self.start, self.step_prefill, self.settle, self.step_decode] * 6
             + [self.start_local, self.redirect, self.hold] * 4
+            + [self.begin_prefill, self.store_layers] * 2
             + [self.abort_moving, self.let_go, self.start_beside] * 2
             + [self.cut, self.abort_prefill, self.abort_decode, self.lose_router, self.pass_time]
         )
@@ -78,6 +80,20 @@ class Chaos:
 
     async def step_prefill(self) -> None:
         self.pair.p_engine.step()
+
+    async def begin_prefill(self) -> None:
+        """A step that is still running while other things happen; the next one ends it."""
+        if self.pair.p_engine.running is None:
+            self.pair.p_engine.begin()
+            await self.settle()
+            await self.store_layers()
+
+    async def store_layers(self) -> None:
+        engine = self.pair.p_engine
+        if engine.running is not None:
+            stored = max(engine.cache.num_stored.values(), default=LAYERS)
+            if stored < LAYERS - 1:
+                engine.store(self.dice.randint(stored + 1, LAYERS - 1))
 
     async def step_decode(self) -> None:
         self.side().engine.step()
@@ -165,7 +181,7 @@ async def test_whatever_happens_all_is_given_back(seed):
 
 async def test_the_chaos_is_one():
     """What it is made of does happen, and most of what is asked is served."""
-    counts, num_served, num_started, num_preempted = {}, 0, 0, 0
+    counts, num_served, num_started, num_preempted, num_parts = {}, 0, 0, 0, 0
     for seed in range(20):
         chaos = Chaos(seed)
         await chaos.run()
@@ -175,6 +191,8 @@ async def test_the_chaos_is_one():
                 counts[name] = counts.get(name, 0) + number
         num_started += chaos.num_started
         num_preempted += pair.p_engine.scheduler.num_preemptions
+        parts = [layers for wire in pair.wires for _, layers in wire.parts]
+        num_parts += sum(len(layers) < LAYERS for layers in parts)
         ends = [end for side in pair.sides.values() for end in side.sink.ends.values()]
         num_served += sum(end.finish_reason is not None for end in ends)
         errors = [end.error for end in pair.p_sink.ends.values()]
@@ -184,3 +202,4 @@ async def test_the_chaos_is_one():
         assert counts[name] > 10, (name, counts)
     assert num_served > num_started / 4
     assert num_preempted > 10
+    assert num_parts > 20

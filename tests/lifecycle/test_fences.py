@@ -18,6 +18,8 @@ from tests.lifecycle.states import (
     abort_prefill,
     cut_and_dial_again,
     exported_with_the_first_segment_unread,
+    first_layers_not_landed,
+    first_layers_unread,
     first_segment_not_landed,
     first_segment_unread,
     last_segment_not_landed,
@@ -68,8 +70,8 @@ async def run_next(pair: Pair, wire, reserved: tuple[int, ...]) -> None:
 
 
 LATE = (
-    first_segment_unread, first_segment_not_landed, exported_with_the_first_segment_unread,
-    last_segment_unread, last_segment_not_landed,
+    first_layers_unread, first_layers_not_landed, first_segment_unread, first_segment_not_landed,
+    exported_with_the_first_segment_unread, last_segment_unread, last_segment_not_landed,
 )  # fmt: skip
 ENDS = (abort_decode, abort_prefill, pass_deadline, redirect_to_another)
 

@@ -160,7 +160,7 @@ async def changed_manifest(pair: Pair, **changes) -> None:
         ({"choice": 1}, "choice"),
         ({"request_id": "other"}, "request_id"),
         ({"output_ids": (5, 6)}, "output_ids"),
-        ({"layout": LAYOUT.describe().replace("num_layers=1", "num_layers=2")}, "layout"),
+        ({"layout": LAYOUT.describe().replace("num_layers=4", "num_layers=2")}, "layout"),
         ({"layout": "nonsense"}, "layout"),
         ({"num_bytes": 2 * LAYOUT.block_bytes}, "num_bytes"),
     ],

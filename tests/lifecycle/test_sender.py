@@ -3,7 +3,7 @@
 import pytest
 
 from cluster.errors import Cancelled, DeadlineExceeded, HandoffFailed
-from cluster.handoff import AbortCause, Commit, Credit, ManifestBytes
+from cluster.handoff import AbortCause, AbortHandoff, Commit, Credit, ManifestBytes
 from tests.factories import expected_tokens, make_key
 from tests.lifecycle.pair import DEADLINE_S, LEASE_S, MAX_TOKENS, Pair
 from tests.lifecycle.states import (
@@ -128,7 +128,7 @@ async def test_an_export_whose_manifest_does_not_leave_is_told_to_the_receiver(m
 
 
 async def test_no_manifest_follows_an_abort():
-    """Given up between the credit and the first turn of its sending task."""
+    """Given up right after the credit: what was announced by then comes, and is thrown away."""
     pair = Pair()
     pair.wire.hold = {Credit}
     pair.start()
@@ -139,9 +139,12 @@ async def test_no_manifest_follows_an_abort():
     pair.prefill.outbox.sender.on_signal(pair.wire.sender, credit)
     abort_prefill(pair)
     await pair.settle()
-    assert not pair.wire.receiver.incoming
-    assert isinstance(pair.d_sink.ends[KEY].error, Cancelled)
+    assert [type(message) for message in pair.wire.receiver.incoming] == [
+        ManifestBytes, AbortHandoff,
+    ]  # fmt: skip
     await pair.run_dry()
+    assert isinstance(pair.d_sink.ends[KEY].error, Cancelled)
+    assert pair.decode.inbox.counts["dropped_segments"] == 1
     pair.assert_idle()
 
 

@@ -6,7 +6,7 @@ from cluster.errors import Cancelled, DeadlineExceeded
 from cluster.handoff import AbortCause
 from cluster.request import FinishReason, LegKind, TokenLogprobs
 from tests.factories import expected_tokens, make_key, make_params
-from tests.lifecycle.pair import DEADLINE_S, MAX_TOKENS, NUM_PROMPT_TOKENS, Pair
+from tests.lifecycle.pair import DEADLINE_S, LAYOUT, MAX_TOKENS, NUM_PROMPT_TOKENS, Pair
 
 KEY = make_key()
 
@@ -51,7 +51,7 @@ async def test_times_and_counts_tell_what_happened():
     pair.clock.advance(1.0)
     await pair.prefill_all()
     times = pair.p_sink.ends[KEY].times
-    num_bytes = -(-NUM_PROMPT_TOKENS // 4) * 4 * 8
+    num_bytes = -(-NUM_PROMPT_TOKENS // 4) * LAYOUT.block_bytes
     assert times.transfer_bytes == num_bytes
     assert times.num_computed_tokens == NUM_PROMPT_TOKENS
     assert times.compute_s == 1.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import threading
 
@@ -12,6 +13,7 @@ import openai
 import pytest
 import uvicorn
 
+from cluster.control.facts import Health
 from cluster.errors import EngineFault, HandoffFailed, QueueFull
 from cluster.request import FinishReason
 from router.answers import ChatAnswer
@@ -402,8 +404,11 @@ async def test_a_stream_that_another_call_cancels_says_so(http, cluster, service
 
 # ---- readiness
 
+READY = {"status": "ready", "missing": [], "reasons": []}
+
 
 async def test_ready_says_which_role_is_missing(http, cluster):
+    """CASES P-26: and why, without a worker's name."""
     response = await http.get("/health/ready")
     assert (response.status_code, response.json()["status"]) == (200, "ready")
     for view, missing in [
@@ -414,6 +419,7 @@ async def test_ready_says_which_role_is_missing(http, cluster):
         cluster.route.view = view
         response = await http.get("/health/ready")
         assert (response.status_code, response.json()["missing"]) == (503, missing)
+        assert [why.partition(":")[0] for why in response.json()["reasons"]] == missing
         refused = await http.post("/v1/completions", json={"prompt": "hi"})
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
     cluster.route.view = make_view(make_worker("d0", fakes.Role.DECODE))
@@ -422,6 +428,46 @@ async def test_ready_says_which_role_is_missing(http, cluster):
     cluster.route.view = make_view(make_worker("m0", fakes.Role.MIXED))
     assert (await http.get("/health/ready")).status_code == 200
     assert (await http.get("/health/live")).json()["status"] == "live"
+
+
+async def test_a_role_whose_engine_hangs_is_missing_and_waited_for(http, cluster):
+    """CASES P-26: nobody new is sent here; who comes all the same waits for what becomes of it."""
+    hung = dataclasses.replace(make_worker("d0", fakes.Role.DECODE), health=Health.STALLED)
+    prefill = make_worker("p0", fakes.Role.PREFILL)
+    cluster.route.view = make_view(prefill, hung)
+    response = await http.get("/health/ready")
+    assert (response.status_code, response.json()["missing"]) == (503, ["decode"])
+    assert response.json()["reasons"] == ["decode: the engine makes no step"]
+    cluster.script = speaks([A], FinishReason.STOP)
+    assert (await http.post("/v1/completions", json={"prompt": "hi"})).status_code == 200
+    cluster.route.view = make_view(prefill, hung, make_worker("d1", fakes.Role.DECODE))
+    assert (await http.get("/health/ready")).json() == READY
+
+
+async def test_links_that_fail_are_named_and_only_the_last_one_is_missed(http, cluster):
+    """CASES P-26: decode workers prefill by themselves, so requests are served all the same."""
+    prefill = make_worker("p0", fakes.Role.PREFILL, broken_links=("d0.1", "d-long-dead.1"))
+    decode = make_worker("d0", fakes.Role.DECODE)
+    cluster.route.view = make_view(prefill, decode)
+    response = await http.get("/health/ready")
+    assert (response.status_code, response.json()["missing"]) == (200, ["link"])
+    assert response.json()["reasons"] == ["link: 1 of 1 from prefill to decode workers fail"]
+    cluster.route.view = make_view(prefill, decode, make_worker("p1", fakes.Role.PREFILL))
+    response = await http.get("/health/ready")
+    assert (response.status_code, response.json()["missing"]) == (200, [])
+    assert response.json()["reasons"] == ["link: 1 of 2 from prefill to decode workers fail"]
+    cluster.route.view = make_view()
+    assert (await http.get("/health/ready")).json() == READY
+
+
+async def test_a_picture_that_is_a_little_old_is_no_readiness(http, cluster):
+    """CASES P-26: nobody new is sent here, in less than 10 s; who comes all the same is let in."""
+    cluster.script = speaks([A], FinishReason.STOP)
+    cluster.route.age_s = 7.0
+    assert (await http.get("/health/ready")).json()["missing"] == ["control plane"]
+    assert (await http.post("/v1/completions", json={"prompt": "hi"})).status_code == 200
+    cluster.route.age_s = 5.0
+    assert (await http.get("/health/ready")).json() == READY
 
 
 async def test_metrics_show_the_router_and_the_cluster(http, cluster):

@@ -66,6 +66,23 @@ async def test_a_burst_between_two_views_is_counted_here(monkeypatch):
         assert isinstance(await refused(service), ClusterFull)
 
 
+async def test_calls_that_are_being_checked_take_their_place_in_the_queue():
+    """P-25: of many at once the surplus is refused before it is read; whoever leaves makes room."""
+    async with waiting_router() as (cluster, service):
+        cluster.route.view = make_view(num_waiting=1, max_queue_requests=3)
+        with contextlib.ExitStack() as entering:
+            entering.enter_context(service.admission())
+            with service.admission():
+                with pytest.raises(QueueFull), service.admission():
+                    pass
+                await service.generate(HELLO)
+            await until(lambda: metric(service, "pdserve_requests_queued") == 1)
+            with pytest.raises(QueueFull), service.admission():
+                pass
+        with service.admission():
+            pass
+
+
 async def test_what_waits_at_other_routers_counts_with_the_next_view():
     async with waiting_router() as (cluster, service):
         await fill(service, 2)

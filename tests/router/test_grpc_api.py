@@ -209,7 +209,7 @@ async def served(service, **caps):
 
 
 async def test_health_follows_readiness(cluster, service):
-    """P-26: as /health/ready, and back again."""
+    """P-26: as /health/ready, and back again; each role is a service of its own."""
     status = health_pb2.HealthCheckResponse
     lone = make_view(make_worker("p0", Role.PREFILL))
     cluster.route.view = None
@@ -227,8 +227,11 @@ async def test_health_follows_readiness(cluster, service):
         ):
             cluster.route.view = view
             assert (await watch.read()).status == expected
-            answer = await stub.Check(health_pb2.HealthCheckRequest())
-            assert answer.status == expected
+            for service_name in ("", "decode"):
+                asked = health_pb2.HealthCheckRequest(service=service_name)
+                assert (await stub.Check(asked)).status == expected
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service="prefill"))
+            assert answer.status == status.SERVING
         watch.cancel()
 
 

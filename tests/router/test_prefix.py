@@ -7,9 +7,8 @@ import secrets
 
 import pytest
 
-from cluster.control.prefixes import NO_PREFIX
 from cluster.lifetime import LegTimes
-from cluster.request import FinishReason, LegKind
+from cluster.request import NO_PREFIX, FinishReason, LegKind
 from router.given import Caller, GenerateInput
 from router.prefix import PrefixNames
 from tests.router.doors import open_doors

@@ -68,12 +68,14 @@ class FakeWorker:
         self.held: tuple[str, ...] = ()
         self.transfers: list[TransferSample] = []
         self.aborted: list[str] = []
+        self.orders = []
         self.num_reports = 0
         self.client = ReportClient(
             address,
             registration=lambda: self.registration,
             report=self._report,
             on_abort_grant=self.aborted.append,
+            on_order=self.orders.append,
             clock=SystemClock(),
             timing=ReportTiming(beat_s=0.1, backoff=BACKOFF),
         )

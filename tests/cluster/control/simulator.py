@@ -17,6 +17,7 @@ from cluster.config import Role, SchedulingConfig
 from cluster.control.facts import BlockCounts, TransferSample
 from cluster.control.planner import Planner
 from cluster.control.settings import ControlSettings
+from cluster.engine.step_model import StepModel
 from tests.cluster.control.factory import (
     grants,
     make_config,
@@ -43,6 +44,8 @@ class Job:
     decode: str = ""
     first_token_s: float = 0.0
     total_s: float = 0.0
+    decoding_s: float = 0.0
+    """From its first token to its last."""
 
     @property
     def pair(self):
@@ -69,6 +72,10 @@ class Decode:
     running: dict = field(default_factory=dict)
     arrived: list = field(default_factory=list)
     is_stepping: bool = False
+    delay_s: float = 0.0
+    """Added to each step."""
+    speed: StepModel = field(default_factory=lambda: StepModel(STEP_BASE_S, STEP_PER_SEQ_S))
+    """What it has measured of itself."""
 
 
 class Placer(Protocol):
@@ -81,13 +88,15 @@ class Placer(Protocol):
 
 
 class PlannerPlacer:
-    """The product's planner, told what real workers would report."""
+    """The product's planner, told what real workers would report; ``num_slow`` of a pool ``s``."""
 
-    def __init__(self, num_prefill, num_decode):
-        pools = (
-            make_pool("p", Role.PREFILL, 1 << 20, 64),
-            make_pool("d", Role.DECODE, 1 << 20, SLOTS),
-        )
+    def __init__(self, num_prefill, num_decode, num_slow=0, slots=SLOTS):
+        counts = {
+            make_pool("p", Role.PREFILL, 1 << 20, 64): num_prefill,
+            make_pool("d", Role.DECODE, 1 << 20, slots): num_decode,
+            make_pool("s", Role.DECODE, 1 << 20, slots): num_slow,
+        }
+        pools = tuple(pool for pool, count in counts.items() if count)
         config = make_config(*pools, max_queue_requests=100_000)
         settings = ControlSettings(reconcile_s=0.0)
         self.planner = Planner(config, term=1, settings=settings, now=0.0)
@@ -99,8 +108,8 @@ class PlannerPlacer:
             "step_per_seq_s": STEP_PER_SEQ_S,
             "prefill_per_token_s": PREFILL_PER_TOKEN_S,
         }
-        for pool, count in zip(pools, (num_prefill, num_decode), strict=True):
-            for index in range(count):
+        for pool in pools:
+            for index in range(counts[pool]):
                 registration = make_registration(pool, index, **speeds)
                 self._registrations[registration.worker_id] = registration
                 self.planner.register(registration, 0.0)
@@ -114,8 +123,11 @@ class PlannerPlacer:
         return self._granted(self.planner.want("a", want, now))
 
     def changed(self, worker, now):
-        facts = {"num_running": len(worker.held)}
-        if isinstance(worker, Prefill):
+        if isinstance(worker, Decode):
+            base_s, per_seq_s = worker.speed.base_s, worker.speed.per_seq_s
+            facts = {"step_base_s": base_s, "step_per_seq_s": per_seq_s}
+            facts["num_running"] = len(worker.held)
+        else:
             facts = {"queued_tokens": worker.queued_tokens, "transfers": tuple(worker.samples)}
             worker.samples.clear()
         return self._granted(self._report(worker.name, now, *worker.held, **facts))
@@ -198,9 +210,12 @@ class LeastLoaded:
 
 
 class Simulation:
-    """Runs jobs through a cluster; ``link(pair, now)`` gives (alpha in s, bytes per s)."""
+    """Runs jobs through a cluster; ``link(pair, now)`` gives (alpha in s, bytes per s).
 
-    def __init__(self, placer, *, num_prefill=2, num_decode=2, link, noise=0.0, seed=0):
+    ``slow_s``: what each step of the workers of a pool ``s`` takes longer, one by one.
+    """
+
+    def __init__(self, placer, *, num_prefill=2, num_decode=2, slow_s=(), link, noise=0.0, seed=0):
         self.now = 0.0
         self.ended = []
         self._placer = placer
@@ -212,6 +227,7 @@ class Simulation:
         self._orders = itertools.count()
         self._prefills = {f"p-{i}": Prefill(f"p-{i}") for i in range(num_prefill)}
         self._decodes = {f"d-{i}": Decode(f"d-{i}") for i in range(num_decode)}
+        self._decodes |= {f"s-{i}": Decode(f"s-{i}", delay_s=s) for i, s in enumerate(slow_s)}
         self._link_free_at = Counter()
 
     def run(self, *, rate, seconds):
@@ -299,10 +315,11 @@ class Simulation:
         decode.arrived.clear()
         decode.is_stepping = bool(decode.running)
         if decode.running:
-            step_s = STEP_BASE_S + STEP_PER_SEQ_S * len(decode.running)
-            self._at(self.now + step_s, lambda: self._stepped(decode))
+            step_s = decode.delay_s + STEP_BASE_S + STEP_PER_SEQ_S * len(decode.running)
+            self._at(self.now + step_s, lambda: self._stepped(decode, step_s))
 
-    def _stepped(self, decode):
+    def _stepped(self, decode, step_s):
+        decode.speed.observe(len(decode.running), 0, step_s)
         ended = []
         for name, sequence in list(decode.running.items()):
             sequence[1] -= 1
@@ -311,6 +328,7 @@ class Simulation:
         self._step(decode)
         for job in ended:
             job.total_s = self.now - job.arrived
+            job.decoding_s = job.total_s - job.first_token_s
             decode.held.discard(job.grant_id)
             self.ended.append(job)
             self._changed(decode)

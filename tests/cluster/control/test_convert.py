@@ -1,5 +1,7 @@
 """Facts survive the wire, and what no honest peer sends is named."""
 
+import dataclasses
+
 import pytest
 
 from cluster.config import Role
@@ -18,6 +20,10 @@ REPORT = make_report(
         facts.TransferSample(peer_worker_id="d", num_bytes=3, seconds=0.5, transport="shm"),
     ),
     counters={"tokens_total": 5.0},
+    num_swapped=1,
+    gone_prefixes=(1 << 63, 7),
+    has_lost_prefixes=True,
+    is_draining=True,
 )
 PLACED = facts.Placed(worker_id="w", incarnation="i", address="a", pool="p")
 
@@ -34,9 +40,8 @@ def test_facts_survive_the_wire():
     export = facts.ExportRef(grant_id="g", worker_id="w", incarnation="i")
     for want in (make_want(avoid=("x", "y"), is_resent=True), make_want(export=export)):
         assert convert.want_from_wire(convert.want_to_wire(want)) == want
-    assert (
-        convert.registration_from_wire(convert.registration_to_wire(REGISTRATION)) == REGISTRATION
-    )
+    for worker in (REGISTRATION, dataclasses.replace(REGISTRATION, pool_role=Role.MIXED)):
+        assert convert.registration_from_wire(convert.registration_to_wire(worker)) == worker
     assert convert.report_from_wire(convert.report_to_wire(REPORT)) == REPORT
     for grant in (make_grant(), make_grant(prefill=None), make_grant(decode=None)):
         assert convert.grant_from_wire(convert.grant_to_wire(grant)) == grant

@@ -96,8 +96,9 @@ def test_uniform_links_give_the_spread_and_latencies_of_least_loaded(rate, noise
     assert all(abs(shares[pair] - expected[pair]) < 0.06 for pair in shares), (shares, expected)
     for read in (first_token, total):
         assert planned.mean(read) == pytest.approx(reference.mean(read), rel=0.02)
-        for q in (0.5, 0.99):
-            assert planned.quantile(q, read) == pytest.approx(reference.quantile(q, read), rel=0.05)
+        # The 99th percentile is that of a few jobs, and moves with any draw.
+        for q, rel in ((0.5, 0.05), (0.99, 0.1)):
+            assert planned.quantile(q, read) == pytest.approx(reference.quantile(q, read), rel=rel)
 
 
 def test_unequal_pools_spread_evenly_too():

@@ -7,12 +7,13 @@ import pytest
 
 from cluster.config import LocalPrefill, Policy, PoolConfig, Role
 from cluster.control.convert import want_from_wire, want_to_wire
-from cluster.control.facts import BlockCounts
-from cluster.control.prefixes import MAX_NAMES, NO_PREFIX, PrefixTable, PromptPrefix
+from cluster.control.prefixes import PrefixTable
 from cluster.errors import InvalidRequest
+from cluster.request import MAX_PREFIX_NAMES, NO_PREFIX, PromptPrefix
 from router.prefix import PrefixNames
 from tests.cluster.control.factory import grants, make_want, two_pools
 from tests.cluster.control.story import Story
+from tests.factories import Engine
 
 KEY = secrets.token_bytes(32)
 NAMES = PrefixNames("tiny", two_pools())
@@ -62,7 +63,7 @@ def test_tenants_share_names_only_where_all_caches_are_shared(are_shared):
 def test_a_prompt_of_any_length_has_a_bounded_number_of_names(num_tokens, stride, count):
     found = named(range(num_tokens))
     assert (found.stride_tokens, len(found.names)) == (stride, count)
-    assert count <= MAX_NAMES
+    assert count <= MAX_PREFIX_NAMES
 
 
 def test_a_longer_prompt_meets_a_shorter_one_at_the_strides_they_share():
@@ -79,7 +80,8 @@ def test_without_a_key_or_a_prefix_cache_nothing_is_named():
 def test_names_cross_the_wire_and_too_many_do_not():
     want = make_want(num_prompt_tokens=400, prefix=named())
     assert want_from_wire(want_to_wire(want)) == want
-    for bad in (prefix(*range(26)), prefix(*range(MAX_NAMES + 1), stride=1), prefix(1, stride=0)):
+    many_names = prefix(*range(MAX_PREFIX_NAMES + 1), stride=1)
+    for bad in (prefix(*range(26)), many_names, prefix(1, stride=0)):
         with pytest.raises(InvalidRequest):
             want_from_wire(want_to_wire(make_want(num_prompt_tokens=400, prefix=bad)))
 
@@ -119,6 +121,19 @@ def test_memory_is_bounded_whatever_comes(monkeypatch):
     for worker in range(3):
         table.forget(f"w{worker}")
     assert not table._holders
+
+
+def test_what_a_worker_has_lost_counts_no_more():
+    table = PrefixTable()
+    table.learn("w0", 1000, prefix(1, 2, 3))
+    table.learn("w1", 1000, prefix(1, 2))
+    table.drop("w0", (3, 2, 77))
+    assert table.holders(prefix(1, 2, 3)) == {"w1": 32, "w0": 16}
+    table.drop("w0", (1,))
+    table.drop("unheard of", (1, 2))
+    assert table.holders(prefix(1, 2, 3)) == {"w1": 32}
+    table.learn("w0", 48, prefix(1, 2, 3))
+    assert table.holders(prefix(1, 2, 3))["w0"] == 48, "room that was freed is counted as free"
 
 
 # ---- what comes of it
@@ -195,15 +210,54 @@ def test_a_chat_that_a_decode_worker_has_goes_on_there():
     assert placed(story, "another", prefix=NO_PREFIX).prefill is not None
 
 
-def test_a_cache_that_had_to_evict_is_believed_to_hold_no_more_than_it_says():
-    """No block is free: 3 of 256 hold KV that can be found."""
-    story = Story(*two_pools(kv_tokens=4096, slots=8))
-    story.done(placed(story, "r0"))
-    story.report("decode-0", blocks=BlockCounts(free=0, cached=3, importing=253))
-    story.report("decode-0")
-    story.report("prefill-0", queued_tokens=500)
-    assert placed(story, "r1").prefill is not None
-    assert story.planner._ledger.prefixes.holders(named())["decode-0"] == 384, "it is told anew"
+def test_placement_stops_counting_what_a_worker_has_evicted():
+    """A cache is filled by others until a prompt's end is gone, and then all of it."""
+    story = many()
+    first = placed(story, "r0")
+    worker_id = first.prefill.worker_id
+    engine = Engine(num_blocks=120, has_prefix_cache=True)  # 480 tokens
+    engine.add("r0", prompt_ids=CHAT, max_tokens=1, prefix=named())
+    engine.run_to_end()
+    story.done(first)
+
+    def evict(request_id, num_tokens):
+        engine.add(request_id, num_prompt_tokens=num_tokens, max_tokens=1)
+        engine.run_to_end()
+        gone, has_lost = engine.pool.prefix.take_gone()
+        assert not has_lost
+        story.report(worker_id, gone_prefixes=gone)
+        assert story.entry(worker_id).report.gone_prefixes == (), "no client is shown names"
+        return story.planner._ledger.prefixes.holders(named()).get(worker_id, 0)
+
+    assert evict("small", 40) == 384
+    assert evict("middling", 200) == 240, "the end goes first, in blocks of the worker's size"
+    others_between(story)
+    again = placed(story, "r1")
+    assert again.prefill.worker_id == worker_id
+    assert again.predicted_s == pytest.approx(0.16), "160 tokens are to be computed"
+    story.done(again)
+    engine.add("r1", prompt_ids=CHAT, max_tokens=1, prefix=named())
+    engine.run_to_end()
+    assert evict("huge", 470) == 0
+    others_between(story)
+    after = placed(story, "r2")
+    assert after.prefill.worker_id != worker_id, "the least recently granted goes first"
+    assert after.predicted_s == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize("how", ["lost count", "another stream"])
+def test_of_a_worker_that_lost_count_nothing_is_believed(how):
+    """Names may have been lost with a stream that broke, too: the same incarnation, but no news."""
+    story = many()
+    first = placed(story, "r0")
+    worker = story.workers[first.prefill.worker_id]
+    story.done(first)
+    if how == "lost count":
+        story.report(worker.worker_id, has_lost_prefixes=True)
+    else:
+        story.join(worker)
+    others_between(story)
+    assert placed(story, "r1").predicted_s == pytest.approx(0.4)
 
 
 def test_the_least_uncached_work_goes_first():

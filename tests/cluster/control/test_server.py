@@ -15,11 +15,18 @@ from cluster.control.facts import Health
 from cluster.control.membership import LEFT_FOR_FAULT
 from cluster.control.server import SERVICE_NAME, ControlServer
 from cluster.control.status import get_cluster
-from cluster.errors import Cancelled, DeadlineExceeded, InvalidRequest, NoWorker, StartupError
+from cluster.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    EngineFault,
+    InvalidRequest,
+    NoWorker,
+    StartupError,
+)
 from cluster.wire import control_pb2 as pb
 from cluster.wire.control_pb2_grpc import ControlStub
-from tests.cluster.control.conftest import FakeWorker, until
-from tests.cluster.control.factory import make_registration, make_want, two_pools
+from tests.cluster.control.conftest import QUICK, FakeWorker, until
+from tests.cluster.control.factory import make_config, make_registration, make_want, two_pools
 
 
 async def test_a_want_is_granted_and_given_back(cluster):
@@ -48,6 +55,28 @@ async def test_a_want_that_cannot_be_is_told_why(cluster):
     with pytest.raises(InvalidRequest) as caught:
         await router.client.want(make_want(num_prompt_tokens=0))
     assert caught.value.field == "num_prompt_tokens"
+
+
+@pytest.mark.parametrize("what", ["views", "door"])
+async def test_a_control_plane_that_stands_still_is_not_well(what, monkeypatch):
+    """CASES P-26: whoever hosts it starts another."""
+
+    def fail(self):
+        raise RuntimeError("a bug")
+
+    control = ControlServer(make_config(), SystemClock(), settings=QUICK)
+    with pytest.raises(EngineFault):
+        control.check_health()
+    await control.start("127.0.0.1", 0)
+    control.check_health()
+    if what == "views":
+        monkeypatch.setattr("cluster.control.desk.Desk.push_view", fail)
+        await until(lambda: control._tasks[1].done())
+    else:
+        await control.stop()
+    with pytest.raises(EngineFault):
+        control.check_health()
+    await control.stop()
 
 
 async def test_no_worker_is_told_after_the_window(cluster):

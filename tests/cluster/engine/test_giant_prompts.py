@@ -1,6 +1,6 @@
 """Giant prompts beside short ones and running streams, counted in steps and tokens (P-24).
 
-A chunk's time is that of a step here, since no step has more than one chunk and the decodes.
+A chunk's time is that of a step here, since no step has more than one chunk of a giant.
 """
 
 import pytest
@@ -24,8 +24,11 @@ RULES = {
 
 
 def make_engine(policy, **options):
-    options = {"num_blocks": 2000, "max_num_seqs": 32, "swap_slots": 500, **options}
-    return Engine(rules=RULES[policy], chunk_tokens=CHUNK, token_budget=CHUNK + 4, **options)
+    options = {
+        "num_blocks": 2000, "max_num_seqs": 32, "swap_slots": 500, "token_budget": CHUNK + 4,
+        **options,
+    }  # fmt: skip
+    return Engine(rules=RULES[policy], chunk_tokens=CHUNK, **options)
 
 
 def crowd(engine, policy):
@@ -50,10 +53,14 @@ def steps_to_first(engine, sequences):
     return sorted(waited.values())
 
 
-@pytest.mark.parametrize("policy", ["sjf", "priority"])
-def test_short_prompts_pass_giants_at_the_next_chunk(policy):
-    """P-24: within three chunk times, 95 % of them; alone the first would take one step."""
-    engine = make_engine(policy)
+@pytest.mark.parametrize("token_budget", [CHUNK + 4, 4 * CHUNK])
+@pytest.mark.parametrize("policy", RULES)
+def test_short_prompts_pass_giants_at_the_next_chunk(policy, token_budget):
+    """P-24: within three chunk times, 95 % of them; alone the first would take one step.
+
+    With a budget of a chunk and with the usual one of four, whatever the policy.
+    """
+    engine = make_engine(policy, token_budget=token_budget)
     streams, giants, shorts = crowd(engine, policy)
     waits = steps_to_first(engine, shorts)
     assert waits[len(waits) * 95 // 100 - 1] <= 3
@@ -65,13 +72,36 @@ def test_short_prompts_pass_giants_at_the_next_chunk(policy):
     engine.assert_idle()
 
 
-def test_first_come_first_served_keeps_short_prompts_behind_giants():
-    """P-24: what the other policies are for; the giants' work is all they wait for."""
-    engine = make_engine("fcfs")
+@pytest.mark.parametrize(
+    ("token_budget", "least"), [(CHUNK + 4, CHUNK // 2 - 2), (4 * CHUNK, CHUNK)]
+)
+def test_however_many_short_ones_come_a_giant_loses_half_of_its_speed_at_most(token_budget, least):
+    """P-24: bounded overtaking; giants go one after another, in the order in which they came."""
+    engine = make_engine("fcfs", token_budget=token_budget)
+    _, giants, _ = crowd(engine, "fcfs")
+    number = 0
+    while any(not giant.output_ids for giant in giants):
+        while engine.scheduler.num_waiting < 12:
+            engine.add(f"more{number}", num_prompt_tokens=SHORT, max_tokens=1)
+            number += 1
+        keys = {giant.key for giant in giants if not giant.output_ids}
+        left = sum(giant.num_tokens_left for giant in giants if not giant.output_ids)
+        chunks = [share for share in engine.step().shares if share.key in keys]
+        assert sum(len(share.token_ids) for share in chunks) >= min(least, left)
+        assert sum(not share.is_sampled for share in chunks) <= 1
+    firsts = [engine.log.started.index(giant.key) for giant in giants]
+    assert firsts == sorted(firsts)
+    assert number > 100, "there was a flood"
+
+
+def test_a_step_beside_giants_is_as_short_as_one_chunk_of_theirs():
+    """P-24: with room for four chunks in a step, four giants would make it four times as long."""
+    engine = make_engine("fcfs", token_budget=4 * CHUNK)
     _, giants, shorts = crowd(engine, "fcfs")
-    waits = steps_to_first(engine, shorts)
-    num_chunks = -(-sum(giant.num_prompt_tokens for giant in giants) // CHUNK)
-    assert 3 < waits[0] <= waits[-1] <= num_chunks + 2
+    before = sum(giant.num_computed_tokens for giant in giants)
+    plan = engine.step()
+    assert plan.num_tokens <= 4 + CHUNK + SHORT * len(shorts)
+    assert sum(giant.num_computed_tokens for giant in giants) == before + CHUNK
 
 
 @pytest.mark.parametrize("policy", RULES)

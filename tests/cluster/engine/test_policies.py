@@ -4,6 +4,7 @@ import pytest
 
 from cluster.config import Batching, Policy
 from cluster.engine.rules import Rules
+from cluster.policy.batching import SETTLE_S
 from cluster.policy.order import Ordering
 from cluster.policy.tiers import Tiers
 from tests.factories import BLOCK_SIZE, Engine, expected_tokens
@@ -221,9 +222,30 @@ class TestBatching:
         rules = Rules(batching=Batching.STATIC, batch_size=4, preempts=False)
         engine = Engine(rules=rules)
         engine.add("alone", max_tokens=3)
+        engine.clock.advance(SETTLE_S)
+        assert engine.step() is None, "nobody had looked before, so it may just have come"
+        engine.clock.advance(SETTLE_S)
         assert running(engine.step()) == {"alone"}
         engine.add("late", max_tokens=3)
         assert running(engine.step()) == {"alone"}
+
+    def test_those_that_come_at_once_are_one_static_batch(self):
+        """One by one, as the network brings them: to an idle worker, and when a batch has ended."""
+        rules = Rules(batching=Batching.STATIC, batch_size=8, preempts=False)
+        engine = Engine(rules=rules)
+        for batch in "ab":
+            names = {f"{batch}{i}" for i in range(7)}
+            for name in sorted(names):
+                engine.add(name, max_tokens=3)
+                assert engine.step() is None
+                assert engine.scheduler.next_instant == engine.clock.now() + SETTLE_S
+                engine.clock.advance(SETTLE_S / 2)
+            engine.clock.advance(SETTLE_S)
+            assert [running(engine.step()) for _ in range(3)] == [names] * 3
+        for index in range(8):
+            engine.add(f"c{index}", max_tokens=1)
+        assert len(engine.step().shares) == 8, "a full one waits for nobody"
+        engine.assert_idle()
 
     def test_an_abort_or_a_deadline_ends_a_member_and_not_its_batch(self):
         rules = Rules(batching=Batching.STATIC, batch_size=3, preempts=False)
@@ -237,6 +259,8 @@ class TestBatching:
         assert running(engine.step()) == {"late", "stays"}
         engine.step()
         assert running(engine.step()) == {"stays"}
+        engine.run_to_end()
+        engine.clock.advance(SETTLE_S)
         engine.run_to_end()
         assert len(engine.log.ends) == 4
         engine.assert_idle()

@@ -8,6 +8,7 @@ import pytest
 
 from cluster.errors import Cancelled
 from cluster.kv.block_pool import BlockCounts
+from cluster.request import PromptPrefix
 from tests.factories import (
     BLOCK_SIZE,
     Engine,
@@ -310,3 +311,52 @@ def test_what_waits_for_blocks_is_named_once(monkeypatch):
     engine.pool.release(("export", "h"))
     engine.run_to_end()
     assert len(made) == 1 + 5
+
+
+def gone(engine):
+    return sorted(engine.pool.prefix.take_gone()[0])
+
+
+def test_the_control_plane_is_told_by_its_names_what_is_cached_no_more():
+    """A name stands for two blocks; the end of a prompt goes first."""
+    engine = Engine(num_blocks=10, chunk_tokens=4, has_prefix_cache=True)
+    prefix = PromptPrefix(stride_tokens=2 * BLOCK_SIZE, names=(1, 2, 3))
+    serve(engine, "a", PROMPT[:25], prefix=prefix)
+    engine.pool.allocate(5, ("export", "h"))
+    assert gone(engine) == [3]
+    serve(engine, "b", PROMPT[:17], prefix=prefix)
+    engine.pool.allocate(2, ("export", "i"))
+    assert gone(engine) == [2]
+    engine.pool.release(("export", "h"))
+    engine.pool.release(("export", "i"))
+
+
+def test_what_was_never_computed_has_no_name_and_what_is_computed_again_has_it_again():
+    engine = Engine(num_blocks=9, chunk_tokens=8, has_prefix_cache=True)
+    prefix = PromptPrefix(stride_tokens=2 * BLOCK_SIZE, names=(1, 2))
+    sequence = engine.add("a", prompt_ids=PROMPT[:20], max_tokens=8, prefix=prefix)
+    engine.step()
+    engine.pool.prefix.miss(prefix.names)
+    assert gone(engine) == [2], "it is still to come"
+    while not sequence.output_ids:
+        engine.step()
+    engine.pool.prefix.miss(prefix.names)
+    assert gone(engine) == []
+    engine.scheduler._preempt(sequence)
+    engine.pool.release(sequence.key)
+    engine.pool.allocate(9, ("export", "h"))
+    assert gone(engine) == [1, 2]
+    engine.pool.release(("export", "h"))
+    engine.run_to_end()
+    engine.pool.prefix.miss(prefix.names)
+    assert gone(engine) == []
+
+
+@pytest.mark.parametrize("stride", [6, 2 * BLOCK_SIZE])
+def test_names_at_other_places_than_block_edges_are_left_alone(stride):
+    """Pools without a cache have no say in the stride."""
+    engine = Engine(has_prefix_cache=True)
+    prefix = PromptPrefix(stride_tokens=stride, names=(1,))
+    serve(engine, "a", PROMPT[:20], prefix=prefix)
+    engine.pool.prefix.miss(prefix.names)
+    assert gone(engine) == ([1] if stride == 6 else [])

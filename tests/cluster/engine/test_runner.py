@@ -7,8 +7,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cluster.config import Dtype
+from cluster.engine import stored
 from cluster.engine.batch import build_batch
 from cluster.engine.plan import Plan
+from cluster.engine.sequence import StoredLayers
 from cluster.kv.cache import PagedCache
 from cluster.model.loader import load_model
 from cluster.request import SamplingParams
@@ -127,6 +129,42 @@ def test_a_sequence_moved_to_another_cache_goes_on_as_undisturbed(loaded, loaded
     assert torch.equal(staging[:whole], returned[:whole])
 
 
+@pytest.mark.parametrize("chunk", [0, 40])
+def test_kv_that_left_by_layers_while_it_was_computed_is_the_same(loaded, monkeypatch, chunk):
+    """Layers are as they will be when they are told of, and those behind them are not there yet."""
+    monkeypatch.setattr(stored, "PART_BYTES", 1)
+    monkeypatch.setattr(stored, "_MIN_BYTES", 1)
+    prompt = make_prompts([77])[0]
+    sender, receiver = Driver(loaded), Driver(loaded, num_blocks=32)
+    source, line = sender.add(prompt), receiver.add(prompt)
+    receiver.grow(line, len(prompt))
+    told = []
+
+    def move(layers: range) -> None:
+        blocks = range(source.num_computed // 16, len(source.block_ids))
+        num_bytes = len(blocks) * len(layers) * sender.cache.layout.layer_bytes
+        staged = torch.empty(num_bytes, dtype=torch.uint8)
+        sender.cache.export_blocks(source.block_ids[blocks.start :], staged, layers)
+        receiver.cache.import_blocks(line.block_ids[blocks.start : blocks.stop], staged, layers)
+
+    def on_stored(shares, num_layers) -> None:
+        told.append(([share.key for share in shares], num_layers))
+        move(range(num_layers))
+
+    while not source.output_ids:
+        (share,) = sender.plan([source], chunk=chunk).shares
+        outcome = sender.runner.run(Plan((replace(share, stored=StoredLayers()),)), on_stored)
+        move(range(1, 2))
+        source.num_computed += len(share.token_ids)
+        source.output_ids.extend(outcome.sampled.values())
+    assert told == [([source.key], 1)] * len(told)
+    assert len(told) == (2 if chunk else 1)
+    line.num_computed, line.output_ids = len(prompt), list(source.output_ids)
+    undisturbed = Driver(loaded)
+    undisturbed.add(prompt)
+    assert receiver.run(20) == undisturbed.run(20, chunk=chunk)
+
+
 def test_bf16_stays_close_to_fp32(loaded, loaded_bf16):
     prompt = make_prompts([64])[0]
     rows = []
@@ -224,7 +262,7 @@ def test_a_sequence_moved_to_blocks_of_another_size_goes_on_as_undisturbed(loade
     sender.cache.export_blocks(source.block_ids, staging)
     line = receiver.add(prompt)
     receiver.grow(line, len(prompt))
-    receiver.cache.import_foreign(line.block_ids, 0, len(prompt), staging, theirs)
+    receiver.cache.import_foreign(line.block_ids, range(len(prompt)), staging, theirs)
     line.num_computed, line.output_ids = len(prompt), list(source.output_ids)
     assert receiver.run(30) == [expected]
 

@@ -202,14 +202,17 @@ class TestRefusal:
 
 
 class TestOneStep:
-    def test_decodes_come_first_and_prompts_share_what_is_left(self, make_engine):
-        engine = make_engine(token_budget=20, chunk_tokens=12, max_num_seqs=4)
+    def test_decodes_come_first_then_one_chunk_and_what_can_be_ended_beside_it(self, make_engine):
+        engine = make_engine(token_budget=20, chunk_tokens=12, max_num_seqs=6)
         engine.add("a", num_prompt_tokens=3)
         engine.add("b", num_prompt_tokens=3)
         engine.step()
         engine.add("c", num_prompt_tokens=30)
         engine.add("d", num_prompt_tokens=30)
-        assert sizes(engine.step()) == [("a", 1), ("b", 1), ("c", 12), ("d", 6)]
+        engine.add("e", num_prompt_tokens=7)
+        engine.add("f", num_prompt_tokens=6)
+        assert sizes(engine.step()) == [("a", 1), ("b", 1), ("c", 11), ("e", 7)]
+        assert sizes(engine.step()) == [("a", 1), ("b", 1), ("e", 1), ("c", 11), ("f", 6)]
         engine.run_to_end()
 
     def test_one_token_of_a_prompt_stands_among_the_decodes(self, make_engine):
@@ -248,7 +251,7 @@ class TestOneStep:
         engine.add("small", num_prompt_tokens=15, max_tokens=1)
         assert sizes(engine.step()) == [("small", 6)]
         engine.pool.release(("export", "h"))
-        assert sizes(engine.step()) == [("big", 6), ("small", 2)]
+        assert sizes(engine.step()) == [("big", 6)]
         engine.run_to_end()
         engine.assert_idle()
 

@@ -44,8 +44,28 @@ def test_import_touches_no_other_block():
     assert torch.equal(export(cache, others), rows.flatten())
 
 
+@pytest.mark.parametrize("layers", [range(1), range(1, 3), range(2, 3), range(3)], ids=str)
+@pytest.mark.parametrize("block_ids", [[0], [3, 4, 5], [11, 0, 1, 7, 8]])
+def test_layers_go_and_come_alone(layers, block_ids):
+    """What is sent in parts by layers is the same bytes, and touches none of the others."""
+    sender, receiver = make_cache(), make_cache()
+    theirs, ours = random_blocks(sender, 12), random_blocks(receiver, 12)
+    sender.import_blocks(range(12), theirs)
+    receiver.import_blocks(range(12), ours)
+    num_bytes = len(block_ids) * len(layers) * sender.layout.layer_bytes
+    part = torch.empty(num_bytes, dtype=torch.uint8)
+    sender.export_blocks(block_ids, part, layers)
+    receiver.import_blocks(block_ids, part, layers)
+    expected = ours.view(12, 3, -1).clone()
+    for layer in layers:
+        expected[block_ids, layer] = theirs.view(12, 3, -1)[block_ids, layer]
+    assert torch.equal(export(receiver, list(range(12))), expected.flatten())
+
+
 def test_a_wrong_number_of_bytes_is_refused():
     cache = make_cache()
+    with pytest.raises(AssertionError):
+        cache.import_blocks([1, 2], random_blocks(cache, 2), range(2))
     with pytest.raises(AssertionError):
         cache.import_blocks([1, 2], random_blocks(cache, 3))
     with pytest.raises(AssertionError):

@@ -66,16 +66,18 @@ def hand_over(
     table: list[int],
     num_tokens: int,
     piece_blocks: int,
+    layers: range = range(3),
 ) -> None:
-    """Move an export in pieces, as a link does."""
+    """Move an export, or some layers of it, in pieces, as a link does."""
     theirs = sender.layout
     for start in range(0, len(export), piece_blocks):
         piece = export[start : start + piece_blocks]
-        staged = torch.empty(len(piece) * theirs.block_bytes, dtype=torch.uint8)
-        sender.export_blocks(piece, staged)
+        num_bytes = len(piece) * len(layers) * theirs.layer_bytes
+        staged = torch.empty(num_bytes, dtype=torch.uint8)
+        sender.export_blocks(piece, staged, layers)
         first = start * theirs.block_size
         length = min(len(piece) * theirs.block_size, num_tokens - first)
-        receiver.import_foreign(table, first, length, staged, theirs)
+        receiver.import_foreign(table, range(first, first + length), staged, theirs, layers)
 
 
 @pytest.mark.parametrize(("theirs", "ours"), PAIRS, ids=str)
@@ -92,6 +94,23 @@ def test_an_export_is_converted_token_by_token(theirs: tuple[int, str], ours: tu
         expected = kv.to(sender.dtype).float().to(receiver.dtype)
         assert torch.equal(converted[..., :num_tokens, :], expected), num_tokens
         assert not converted[..., num_tokens:, :].any(), "the end of a block is read, masked"
+
+
+@pytest.mark.parametrize(("theirs", "ours"), PAIRS[:6], ids=str)
+def test_layers_are_converted_part_by_part(theirs: tuple[int, str], ours: tuple[int, str]):
+    """P-22: and each part clears the end of a block in its own layers only."""
+    dice = random.Random(f"layers{theirs}{ours}")
+    for num_tokens in (1, 17, 45):
+        sender, receiver = make_cache(*theirs), make_cache(*ours)
+        export, table = (make_table(c, num_tokens, dice) for c in (sender, receiver))
+        kv = torch.randn(3, 2, 2, num_tokens, 4)
+        write(sender, export, kv)
+        expected = kv.to(sender.dtype).float().to(receiver.dtype)
+        for layers in (range(1), range(1, 3)):
+            hand_over(sender, export, receiver, table, num_tokens, 2, layers)
+            converted = read(receiver, table)[: layers.stop]
+            assert torch.equal(converted[..., :num_tokens, :], expected[: layers.stop])
+            assert not converted[..., num_tokens:, :].any()
 
 
 def test_blocks_of_others_stay_as_they_are():
@@ -121,7 +140,7 @@ def test_a_piece_of_the_wrong_size_is_refused(dtype: str):
     cache = make_cache(32, "fp32")
     theirs = replace(LAYOUT, dtype=dtype)
     with pytest.raises(AssertionError):
-        cache.import_foreign([1], 0, 17, torch.zeros(theirs.block_bytes).byte(), theirs)
+        cache.import_foreign([1], range(17), torch.zeros(theirs.block_bytes).byte(), theirs)
 
 
 def test_own_kv_is_used_as_it_is_read_back():

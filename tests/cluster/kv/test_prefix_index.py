@@ -103,3 +103,53 @@ def test_the_same_kv_is_found_in_one_block_and_a_block_has_one_name():
     assert index.find([first]) == [7]
     assert index.find([second]) == []
     assert 8 not in index
+
+
+# ---- the control plane's names
+
+
+def named(index: PrefixIndex, *numbers: int) -> list[bytes]:
+    """Three blocks, of which those with a number get a name."""
+    digests = names(index)
+    for block_id, digest in enumerate(digests):
+        index.put(digest, block_id)
+    for digest, number in zip(digests, numbers, strict=False):
+        index.name(digest, number)
+    return digests
+
+
+def test_what_is_forgotten_is_told_once_by_its_name():
+    index = make_prefix_index()
+    digests = named(index, 11, 12)
+    assert index.take_gone() == ((), False)
+    index.forget(1)
+    index.forget(2)
+    assert index.take_gone() == ((12,), False)
+    assert index.take_gone() == ((), False)
+    index.miss((11, 12, 13))
+    index.put(digests[1], 5)
+    index.name(digests[1], 12)
+    assert index.take_gone() == ((13,), False), "12 is there again before anybody was told"
+
+
+def test_a_block_has_the_name_that_it_was_given_last():
+    """A control plane that starts again names everything anew."""
+    index = make_prefix_index()
+    digests = named(index, 11)
+    index.name(digests[0], 21)
+    assert index.take_gone() == ((11,), False)
+    index.forget(0)
+    assert index.take_gone() == ((21,), False)
+    index.name(digests[0], 21)
+    assert index.take_gone() == ((21,), False), "nothing has this digest any more"
+
+
+def test_names_that_nobody_asks_for_are_bounded_and_the_loss_is_told(monkeypatch):
+    monkeypatch.setattr("cluster.kv.prefix_index._MAX_GONE", 10)
+    monkeypatch.setattr("cluster.kv.prefix_index._MAX_TOLD", 4)
+    index = make_prefix_index()
+    index.miss(range(10))
+    assert index.take_gone() == ((0, 1, 2, 3), False)
+    index.miss(range(20, 25))
+    assert index.take_gone() == ((24,), True)
+    assert index.take_gone() == ((), False)

@@ -16,8 +16,8 @@ def pool():
 def test_slots_go_and_come(pool):
     buffer = pool.swap
     assert (buffer.take("a", 2), buffer.take("b", 2)) == ((0, 1), (2, 3))
-    assert (buffer.slots_of("b"), buffer.num_free) == ((2, 3), 0)
-    assert (buffer.give_back("a"), buffer.give_back("a")) == (2, 0)
+    assert (buffer.slots_of("b"), buffer.num_free, buffer.num_holders) == ((2, 3), 0, 2)
+    assert (buffer.give_back("a"), buffer.give_back("a"), buffer.num_holders) == (2, 0, 1)
     assert buffer.take("c", 1) == (0,)
 
 

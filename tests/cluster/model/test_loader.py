@@ -179,6 +179,15 @@ def test_a_model_that_reuses_another_layers_kv_is_refused(folder):
         probe(model, "fp32", torch.device("cpu"))
 
 
+def test_a_model_that_runs_its_layers_in_another_order_is_refused(folder):
+    """The first layers' KV leaves while later ones are computed: which those are must be known."""
+    model = load_model(folder, dtype=Dtype.FP32, device="cpu").model
+    for layer, number in zip(model.model.layers, (1, 0), strict=True):
+        layer.self_attn.layer_idx = number
+    with pytest.raises(UnsupportedModel, match="layers in another order"):
+        probe(model, "fp32", torch.device("cpu"))
+
+
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 3, 64])
 def test_packed_layers_give_the_plain_product(has_bias, num_rows):

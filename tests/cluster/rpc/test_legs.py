@@ -8,7 +8,7 @@ from cluster.errors import BY_CODE, DeadlineExceeded, InvalidRequest, PdserveErr
 from cluster.handoff import AbortCause
 from cluster.kv.layout import KVLayout
 from cluster.lifetime import LegTimes
-from cluster.request import FinishReason, LegEnd, LegKey, LegKind, Peer, Token
+from cluster.request import FinishReason, LegEnd, LegKey, LegKind, Peer, PromptPrefix, Token
 from cluster.rpc import convert
 from cluster.rpc.leg_rules import LegRules
 from cluster.rpc.legs import LegBook
@@ -27,7 +27,10 @@ LAYOUT = KVLayout(
     "leg",
     [
         make_leg(),
-        make_leg(kind=LegKind.DECODE, peer=None, output_ids=(4, 5), tenant="t"),
+        make_leg(
+            kind=LegKind.DECODE, peer=None, output_ids=(4, 5), tenant="t",
+            prefix=PromptPrefix(stride_tokens=1, names=(2**64 - 1, 7)),
+        ),
         make_leg(
             kind=LegKind.LOCAL,
             params={

@@ -34,6 +34,13 @@ def make_segment(start: int, stop: int) -> Manifest:
     )
 
 
+def make_part(blocks: range, layers: range) -> Manifest:
+    return Manifest.of(
+        "h", LegKey("r", 1, 2), LAYOUT, num_tokens=512, output_ids=(7,), blocks=blocks,
+        layers=layers,
+    )  # fmt: skip
+
+
 def as_map(manifest: Manifest) -> dict[str, object]:
     return {f.name: getattr(manifest, f.name) for f in fields(manifest)}
 
@@ -57,6 +64,41 @@ def test_the_tokens_go_with_the_last_segment_only():
     for manifest in segments:
         assert Manifest.unpack(manifest.pack()) == manifest
         manifest.check_layout(LAYOUT)
+
+
+def test_the_tokens_go_with_the_last_layers_of_the_last_block():
+    whole = range(32)
+    parts = [make_part(whole, range(9)), make_part(whole, range(9, 29))]
+    last = make_part(whole, range(29, 30))
+    assert [m.is_last for m in (*parts, last)] == [False, False, True]
+    assert [m.output_ids for m in (*parts, last)] == [(), (), (7,)]
+    assert sum(m.num_bytes for m in (*parts, last)) == make_manifest().num_bytes
+    assert last.block_bytes == LAYOUT.layer_bytes
+    for manifest in (*parts, last, make_part(range(8), range(30))):
+        assert Manifest.unpack(manifest.pack()) == manifest
+        assert (manifest.blocks.stop, manifest.layers.stop) <= (32, 30)
+        manifest.check_layout(LAYOUT)
+
+
+def test_a_part_is_cut_into_pieces_of_whole_blocks_with_its_layers():
+    manifest = make_part(range(32), range(10)).cut(11 * 10 * LAYOUT.layer_bytes)
+    assert list(manifest.pieces()) == [(0, 11), (11, 11), (22, 10)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"first_layer": 21}, "num_layers"),
+        ({"first_layer": 20}, "num_blocks"),
+        ({"num_layers": 30}, "num_blocks"),
+        ({"num_layers": 11}, "num_bytes"),
+        ({"is_last": True}, "num_blocks"),
+    ],
+    ids=str,
+)
+def test_layers_outside_the_model_or_the_export_are_refused(changes, name):
+    with pytest.raises(HandoffFailed, match=rf"manifest\.{name}"):
+        replace(make_part(range(32), range(10)), **changes).check_layout(LAYOUT)
 
 
 @pytest.mark.parametrize(
@@ -138,6 +180,12 @@ def test_blocks_and_bytes_must_fit_the_layout():
         ("first_block", -1),
         ("num_blocks", -32),
         ("num_blocks", 31),
+        ("first_layer", -1),
+        ("first_layer", 1 << 30),
+        ("first_layer", None),
+        ("num_layers", 0),
+        ("num_layers", 1.0),
+        ("num_layers", True),
         ("num_bytes", 0),
         ("num_bytes", -1),
         ("num_bytes", (1 << 64) - 1),

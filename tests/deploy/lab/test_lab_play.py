@@ -24,10 +24,11 @@ def no_progress(_what, _total, _unit):
     return QuietBar()
 
 
-def test_every_token_of_every_request_is_noted_when_it_came():
+@pytest.mark.parametrize("is_local", [False, True])
+def test_every_token_of_every_request_is_noted_when_it_came(is_local):
     traffic = Traffic(arrivals=tuple(Arrival(at_s=0.02 * i, ask=ASK) for i in range(5)))
     ended = []
-    with open_doors(FakeDoors(gap_s=0.01)) as doors:
+    with open_doors(FakeDoors(gap_s=0.01, is_local=is_local)) as doors:
         notes = play(doors, traffic, seed=0, run=0, on_end=lambda: ended.append(1))
 
     assert len(notes.records) == len(ended) == 5
@@ -36,7 +37,7 @@ def test_every_token_of_every_request_is_noted_when_it_came():
         assert record.sent_s >= record.due_s
         assert record.arrivals[-1] - record.sent_s >= 0.03, "three gaps, however late they came"
         assert list(record.arrivals) == sorted(record.arrivals)
-        assert record.waiting_s == pytest.approx(0.002), "as the timeline tells"
+        assert record.waiting_s == pytest.approx(0.002), "as whoever prefilled tells"
 
 
 def test_a_loop_sends_its_next_when_its_last_has_ended():

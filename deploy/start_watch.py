@@ -1,0 +1,55 @@
+"""Is a start still getting on? A worker that hangs while it loads fails in no other way.
+
+A start gets on while what it waits for changes, or while the processes that load work: they compute
+or read. So a large model takes as long as it takes, and one that stands still is given up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import psutil
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+STUCK_S = 40.0
+"""Without any of that."""
+_LEAST_WORK = 1.0
+_BYTES_PER_UNIT = 64 << 20
+
+
+class StartWatch:
+    """Judges by what it is shown; knows no clock."""
+
+    def __init__(self) -> None:
+        self._waits_for = ""
+        self._work = 0.0
+        self._moved_at: float | None = None
+
+    def is_stuck(self, waits_for: str, work: float, now: float) -> bool:
+        """Whether nothing has moved for long; ``work`` is in seconds of a core, or as much read.
+
+        The little that an idle process does is none.
+        """
+        has_worked = abs(work - self._work) >= _LEAST_WORK
+        if self._moved_at is None or has_worked or waits_for != self._waits_for:
+            self._waits_for, self._work, self._moved_at = waits_for, work, now
+        return now - self._moved_at >= STUCK_S
+
+
+def work_of(cores_dir: Path) -> float:
+    """Return what the workers that hold a place in a folder of core leases have done so far."""
+    return sum(_work(path) for path in cores_dir.glob("*.lock"))
+
+
+def _work(lease: Path) -> float:
+    work = 0.0
+    # It may not have written itself down yet, and may have ended.
+    with contextlib.suppress(OSError, ValueError, psutil.Error):
+        process = psutil.Process(int(lease.read_text()))
+        times = process.cpu_times()
+        work = times.user + times.system
+        work += process.io_counters().read_chars / _BYTES_PER_UNIT
+    return work

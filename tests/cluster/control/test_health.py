@@ -1,0 +1,108 @@
+"""Who can serve: judged by steps, not by what a worker says of itself (CASES P-26)."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.config import Role
+from cluster.control.facts import Health
+from cluster.control.readiness import can_serve, may_wait, missing_roles
+from tests.cluster.control.factory import deaths, grants
+from tests.cluster.control.story import SETTINGS, Story
+
+PATIENCE_S = 5.0
+HANGS = {"num_steps": 7, "num_running": 1, "step_patience_s": PATIENCE_S}
+"""What is reported in the midst of a step."""
+
+
+def hang(story: Story, worker_id: str, seconds: float) -> list:
+    """Let time pass while a worker reports, each second, that it is still in the same step."""
+    decisions = []
+    for _ in range(round(seconds)):
+        story.now += 1.0
+        for each in story.workers:
+            decisions += story.report(each, **(HANGS if each == worker_id else {}))
+        decisions += story.planner.tick(story.now)
+        story.planner.check()
+    return decisions
+
+
+def health_of(story: Story, worker_id: str) -> Health:
+    return next(w.health for w in story.view().workers if w.worker.worker_id == worker_id)
+
+
+@pytest.mark.parametrize("role", [Role.DECODE, Role.PREFILL])
+def test_a_worker_that_makes_no_step_is_not_there_for_its_role(role):
+    """P-26: within its patience and two reports; nothing is taken from it, it may come back."""
+    story = Story()
+    worker_id = f"{role.value}-0"
+    assert hang(story, worker_id, PATIENCE_S) == []
+    assert health_of(story, worker_id) is Health.ALIVE
+    assert hang(story, worker_id, 2) == [], "its requests were taken away"
+    assert health_of(story, worker_id) is Health.STALLED
+    view = story.view()
+    assert missing_roles(view) == (role,)
+    # Decode workers prefill where nobody else does.
+    assert can_serve(view) is (role is Role.PREFILL)
+    assert may_wait(view), "it may be back before it is given up"
+    story.report(worker_id, num_steps=8, num_running=1, step_patience_s=PATIENCE_S)
+    assert health_of(story, worker_id) is Health.ALIVE
+    assert missing_roles(story.view()) == ()
+
+
+def test_a_stalled_worker_gets_no_grants():
+    story = Story(counts={"decode": 2})
+    hang(story, "decode-0", PATIENCE_S + 2)
+    (grant,) = grants(story.want())
+    assert grant.decode.worker_id == "decode-1"
+
+
+def test_a_stalled_worker_that_falls_silent_dies_like_any_other():
+    story = Story()
+    hang(story, "decode-0", PATIENCE_S + 2)
+    decisions = story.advance(SETTINGS.dead_after_s + 1, reporting=["prefill-0"])
+    assert deaths(decisions) == ["decode-0"]
+
+
+def test_busy_is_not_stalled():
+    """P-26: each report is in the midst of a step, of another one each time."""
+    story = Story()
+    for number in range(120):
+        story.now += 1.0
+        for worker_id in story.workers:
+            full = {"num_running": 2, "num_waiting": 50, "step_patience_s": PATIENCE_S}
+            story.report(worker_id, num_steps=number, **full)
+        assert story.planner.tick(story.now) == []
+        assert missing_roles(story.view()) == ()
+
+
+def test_a_long_step_has_as_long_as_it_says():
+    """A worker predicts its steps: a giant prompt's may take a minute."""
+    story = Story()
+    long = {**HANGS, "step_patience_s": 60.0}
+    for _ in range(60):
+        story.now += 1.0
+        story.report("prefill-0", **long)
+        story.report("decode-0")
+        story.planner.tick(story.now)
+    assert missing_roles(story.view()) == ()
+
+
+def test_idle_for_ten_minutes_is_still_ready():
+    """P-26: no step is made, and none runs."""
+    story = Story()
+    assert story.advance(600.0, reporting=["prefill-0", "decode-0"]) == []
+    view = story.view()
+    assert missing_roles(view) == ()
+    assert can_serve(view)
+    assert {worker.health for worker in view.workers} == {Health.ALIVE}
+
+
+def test_a_step_that_ran_while_we_were_away_is_judged_anew():
+    """The control plane itself was stopped: what it has not seen is nobody's fault."""
+    story = Story()
+    hang(story, "decode-0", 1)
+    story.now += 30.0
+    story.planner.tick(story.now)
+    story.report("decode-0", **HANGS)
+    assert health_of(story, "decode-0") is Health.ALIVE

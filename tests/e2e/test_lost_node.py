@@ -1,0 +1,107 @@
+"""A node is lost: what was in flight there goes on elsewhere, and its pool is whole again."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import time
+
+import psutil
+import pytest
+
+from cluster.config import Role
+from cluster.control.facts import Health
+from deploy.processes import look_up
+from deploy.run_state import RunState
+from tests.e2e.plain_cluster import is_quiet, make_config, view_of, wait_until
+from tests.e2e.ray_nodes import ray_nodes
+from tests.e2e.streams import Prompts
+from tests.e2e.test_hardware_pools import Deployed
+
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(420)]
+WHOLE_S = 30.0
+NUM_STREAMS = 12
+NUM_PROMPT, NUM_TOKENS = 480, 160
+PREFILL_NODE, DECODE_NODE = {"labels": {"prefill": "1"}}, {"labels": {"decode": "1"}}
+SPARE = {"labels": {"prefill": "1", "decode": "1"}}
+NODES = (PREFILL_NODE, PREFILL_NODE, DECODE_NODE, DECODE_NODE, SPARE, SPARE)
+POOLS = {"prefill": (Role.PREFILL, 2), "decode": (Role.DECODE, 2)}
+
+
+@pytest.fixture(scope="module")
+def prompts(tiny_llama):
+    return Prompts(tiny_llama, NUM_STREAMS, num_prompt=NUM_PROMPT, num_tokens=NUM_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def deployed(tiny_llama, tmp_path_factory):
+    """Two workers of each role, each with a node of its own, and two nodes to spare."""
+    config = make_config(tiny_llama, POOLS, chunk_tokens=16, cpus_per_worker=1.0)
+    pools = tuple(dataclasses.replace(pool, node_labels={pool.name: "1"}) for pool in config.pools)
+    config = dataclasses.replace(config, pools=pools)
+    with ray_nodes(NODES) as nodes:
+        cluster = Deployed(config, nodes, tmp_path_factory.mktemp("lost"))
+        done = cluster.command("deploy", "--wait-ready", "150")
+        assert done.returncode == 0, done.stdout + done.stderr
+        try:
+            yield cluster
+        finally:
+            cluster.command("down", timeout_s=90)
+            RunState(config.endpoints.control_port).clear(10)
+
+
+def alive(cluster, role: Role):
+    return [
+        view
+        for view in view_of(cluster).workers
+        if view.worker.role is role and view.health is Health.ALIVE
+    ]
+
+
+def lose_node_of(pid: int) -> None:
+    """Kill a worker's node as a power cut does: its raylet and all that it has started."""
+    raylet = psutil.Process(pid).parent()
+    assert raylet.name() == "raylet"
+    processes = [raylet, *raylet.children(recursive=True)]
+    for process in processes:
+        process.send_signal(signal.SIGKILL)
+    # The raylet stays a zombie: whoever started it does not look after it.
+    wait_until(
+        lambda: all(look_up(process.pid) is None for process in processes),
+        10,
+        "the fault did not happen",
+    )
+
+
+@pytest.mark.parametrize("role", [Role.DECODE, Role.PREFILL])
+def test_a_lost_node_costs_nobody_a_token(role, deployed, prompts):
+    """No request fails, the others are not touched, and there are two workers again in 30 s."""
+    before = alive(deployed, role)
+    assert len(before) == 2
+    streams = [prompts.stream(deployed.grpc, n, deadline_s=90) for n in range(NUM_STREAMS)]
+    busy = []
+
+    def is_at_work() -> bool:
+        busy[:] = [view for view in alive(deployed, role) if view.report.held_grants]
+        return len(busy) == 2
+
+    wait_until(is_at_work, 30, "not both of them have requests")
+    victim = busy[0]
+    others = {view.worker.pid for view in view_of(deployed).workers} - {victim.worker.pid}
+    lost_at = time.monotonic()
+    lose_node_of(victim.worker.pid)
+    for number, stream in enumerate(streams):
+        stream.wait_end(100)
+        prompts.check(number, stream)
+
+    def is_whole() -> bool:
+        pids = {view.worker.pid for view in alive(deployed, role)}
+        return len(pids) == 2 and victim.worker.pid not in pids
+
+    wait_until(is_whole, WHOLE_S, "the pool is not whole")
+    assert time.monotonic() - lost_at < WHOLE_S
+    assert others < {view.worker.pid for view in view_of(deployed).workers}, "others died too"
+    wait_until(lambda: is_quiet(deployed), 20, "blocks are leaked")
+    fresh = prompts.stream(deployed.grpc, 0)
+    fresh.wait_end()
+    prompts.check(0, fresh)

@@ -1,0 +1,148 @@
+"""Both doors by TLS: who gets in, and that nothing else is spoken there."""
+
+import asyncio
+import contextlib
+import dataclasses
+import ssl
+from dataclasses import dataclass
+
+import httpx
+import pytest
+
+from cluster import errors
+from cluster.config import SecurityConfig
+from cluster.tls import DoorTls
+from deploy.client import CERTIFICATE_VARIABLE, KEY_FILE_VARIABLE, Client, ClientTls
+from router.api import build_api
+from router.grpc_api import GrpcDoor
+from router.http_door import HttpDoor
+from router.http_guard import HttpCaps
+from tests.certificates import Authority
+from tests.router.fakes import EOS_ID, FakeCluster, make_router, speaks
+
+ASK = {"prompt": "hi", "max_tokens": 8}
+
+
+@dataclass(frozen=True)
+class Site:
+    """Who signs for the doors and for their clients, and what the doors have."""
+
+    doors: Authority
+    clients: Authority
+    security: SecurityConfig
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    doors = Authority(tmp_path_factory.mktemp("doors"), "doors")
+    clients = Authority(tmp_path_factory.mktemp("clients"), "clients")
+    pair = doors.sign("127.0.0.1", "api.example")
+    security = SecurityConfig(
+        door_certificate_file=pair.certificate, door_key_file=pair.key, door_ca_file=doors.file
+    )
+    return Site(doors, clients, security)
+
+
+@contextlib.asynccontextmanager
+async def opened(site, *, asks_clients=False):
+    """Yield the addresses of the HTTP and of the gRPC door."""
+    clients_ca = site.clients.file if asks_clients else ""
+    tls = DoorTls(dataclasses.replace(site.security, door_clients_ca_file=clients_ca))
+    cluster = FakeCluster()
+    cluster.script = speaks([*b"ok", EOS_ID])
+    service = make_router(cluster)
+    caps = HttpCaps(head_timeout_s=0.5)
+    http = HttpDoor(build_api(service), host="127.0.0.1", port=0, caps=caps, tls=tls)
+    by_grpc = GrpcDoor(service, host="127.0.0.1", port=0, tls=tls)
+    try:
+        yield f"127.0.0.1:{await http.start()}", f"127.0.0.1:{await by_grpc.start()}"
+    finally:
+        await http.stop()
+        await by_grpc.stop()
+        await service.stop()
+
+
+def ask_grpc(address, tls=None):
+    with Client(address, tls=tls) as client:
+        return client.generate_once(**ASK, deadline_s=10).choices[0].text
+
+
+async def ask_http(address, tls):
+    async with httpx.AsyncClient(verify=tls.context(), trust_env=False) as client:
+        return await client.post(f"https://{address}/v1/completions", json=ASK)
+
+
+async def test_both_doors_answer_whoever_trusts_them(site):
+    tls = ClientTls(ca_file=site.doors.file)
+    async with opened(site) as (http, by_grpc):
+        answer = await ask_http(http, tls)
+        assert answer.json()["choices"][0]["text"] == "ok"
+        assert await asyncio.to_thread(ask_grpc, by_grpc, tls) == "ok"
+        named = ClientTls(ca_file=site.doors.file, server_name="api.example")
+        assert await asyncio.to_thread(ask_grpc, by_grpc, named) == "ok"
+
+
+async def test_nothing_is_said_in_plaintext(site):
+    """And a client does not fall back to it."""
+    async with opened(site) as (http, by_grpc):
+        async with httpx.AsyncClient(trust_env=False) as client:
+            with pytest.raises(httpx.HTTPError):
+                await client.get(f"http://{http}/health/live")
+        with pytest.raises(errors.PdserveError):
+            await asyncio.to_thread(ask_grpc, by_grpc)
+
+
+async def test_a_client_refuses_doors_of_others(site):
+    strange = ClientTls(ca_file=site.clients.file)
+    other_name = ClientTls(ca_file=site.doors.file, server_name="other.example")
+    async with opened(site) as (http, by_grpc):
+        with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+            await ask_http(http, strange)
+        for tls in (strange, other_name):
+            with pytest.raises(errors.PdserveError, match=r"handshake failed|Verification Check"):
+                await asyncio.to_thread(ask_grpc, by_grpc, tls)
+
+
+async def test_where_clients_show_certificates_nobody_else_is_heard(site, monkeypatch):
+    own = site.clients.sign("a client")
+    foreign = site.doors.sign("no client")
+    ca = {"ca_file": site.doors.file}
+    async with opened(site, asks_clients=True) as (http, by_grpc):
+        for tls in (
+            ClientTls(**ca),
+            ClientTls(**ca, certificate_file=foreign.certificate, key_file=foreign.key),
+        ):
+            with pytest.raises((httpx.HTTPError, ssl.SSLError)):
+                await ask_http(http, tls)
+            with pytest.raises(errors.PdserveError):
+                await asyncio.to_thread(ask_grpc, by_grpc, tls)
+        monkeypatch.setenv(CERTIFICATE_VARIABLE, own.certificate)
+        monkeypatch.setenv(KEY_FILE_VARIABLE, own.key)
+        tls = ClientTls(**ca)
+        assert (await ask_http(http, tls)).status_code == 200
+        assert await asyncio.to_thread(ask_grpc, by_grpc, tls) == "ok"
+
+
+async def test_a_peer_that_does_not_shake_hands_is_cut_off(site):
+    """S-14: as one that sends no head is."""
+    async with opened(site) as (http, _):
+        host, _, port = http.partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        async with asyncio.timeout(10):
+            assert await reader.read() == b""
+        writer.close()
+
+
+async def test_a_large_head_is_refused_over_tls_too(site):
+    tls = ClientTls(ca_file=site.doors.file)
+    async with opened(site) as (http, _):
+        async with httpx.AsyncClient(verify=tls.context(), trust_env=False) as client:
+            answer = await client.get(f"https://{http}/health/live", headers={"x": "y" * (1 << 20)})
+        assert answer.status_code == 431
+
+
+@pytest.mark.parametrize("name", ["ca_file", "certificate_file"])
+def test_a_file_that_cannot_be_used_is_told(name):
+    tls = ClientTls(**{name: "/none"})
+    with pytest.raises(errors.StartupError, match="/none"):
+        Client("127.0.0.1:1", tls=tls)
