@@ -62,7 +62,7 @@ def check(config: DeployConfig) -> None:
 
 
 def check_role(config: DeployConfig, pool: PoolConfig, role: Role) -> None:
-    """Raise ConfigError, naming the keys, where a worker of ``pool`` could not serve as ``role``."""
+    """Raise ConfigError, naming the keys, where a worker of ``pool`` could not be a ``role``."""
     pool = dataclasses.replace(pool, role=role)
     _check_pool(pool)
     _check_hardware(pool, config)

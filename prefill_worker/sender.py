@@ -254,9 +254,7 @@ class Sender:
             failed.set_exception(error)
             return failed
 
-    async def _send(
-        self, outgoing: Outgoing, segment: Segment, sending: Awaitable[None]
-    ) -> None:
+    async def _send(self, outgoing: Outgoing, segment: Segment, sending: Awaitable[None]) -> None:
         try:
             await sending
         except PdserveError as error:

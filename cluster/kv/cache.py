@@ -165,9 +165,7 @@ class PagedCache:
         layer_bytes = self.layout.layer_bytes
         return self._pool_NB[:, layers.start * layer_bytes : layers.stop * layer_bytes]
 
-    def _as_blocks(
-        self, block_ids: Sequence[int], bytes_B: Tensor, layers: range | None
-    ) -> Tensor:
+    def _as_blocks(self, block_ids: Sequence[int], bytes_B: Tensor, layers: range | None) -> Tensor:
         num_layers = self.layout.num_layers if layers is None else len(layers)
         block_bytes = num_layers * self.layout.layer_bytes
         assert bytes_B.dtype == torch.uint8, bytes_B.dtype

@@ -212,9 +212,7 @@ def _rows(
         return [Run(run.exposed_ms, other) for run, other in zip(of, reference, strict=True)]
 
     def prefill(of: list[_Medians]) -> list[Run]:
-        return [
-            Run(run.prefill_ms, other.prefill_ms) for run, other in zip(of, whole, strict=True)
-        ]
+        return [Run(run.prefill_ms, other.prefill_ms) for run, other in zip(of, whole, strict=True)]
 
     whole_ms = [run.exposed_ms for run in whole]
     layers_ms = [run.exposed_ms for run in layers]

@@ -158,7 +158,7 @@ def test_prompts_that_wait_raise_prefill(scaled):
         wait_grown(scaled, "prefill", 2)
         assert watch.targets.items() >= {**FLOOR, "prefill": 2}.items(), "decode had room"
     slow_down(cluster, "prefill", 0)
-    wait_at_floor(scaled, quiet_s=QUIET_S)
+    wait_at_floor(scaled)
 
 
 def test_full_slots_raise_the_cheaper_decode_pool_then_the_dearer_one(scaled):

@@ -47,7 +47,10 @@ class DecodeSide:
             pool=self.pool, cache=FakeCache(self.runner), patience_s=PATIENCE_S, **pair.common
         )
         self.half = DecodeHalf(
-            engine=self.engine, inbox=inbox, clock=pair.clock, eos_ids=frozenset({EOS_ID}),
+            engine=self.engine,
+            inbox=inbox,
+            clock=pair.clock,
+            eos_ids=frozenset({EOS_ID}),
             errands=pair.common["errands"],
         )
         self.engine.on_step = self.half.on_step

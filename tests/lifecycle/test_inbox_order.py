@@ -179,6 +179,7 @@ async def test_blocks_are_given_in_the_order_of_the_offers():
     pair = Pair(d_blocks=12)
     pair.start("big", num_prompt_tokens=28)
     pair.start("bigger", num_prompt_tokens=36)
+    await pair.prefill_all()
     pair.start("small", num_prompt_tokens=4)
     await pair.prefill_all()
     assert pair.decode.inbox.num_waiting == 2
