@@ -136,7 +136,7 @@ class Link:
         staged = self._check_alive()
         manifest.check_layout(self._settings.layout)
         self._num_manifests += 1
-        manifest = manifest.cut(self._settings.limits.staging_bytes, self._num_manifests)
+        manifest = staged.cut(manifest, self._num_manifests)
         self._outbox.put_nowait(signal_to_wire(ManifestBytes(payload=manifest.pack())))
         guarded = self._guard(export)
         return self._move(lambda: staged.send(manifest, guarded, timeout_s))

@@ -75,6 +75,8 @@ class Channel(ABC):
 
     kind: TransportKind | None = None
     """What moves the bytes, where the transport that opened it chose for this link."""
+    piece_bytes: int | None = None
+    """The most that a message should have, where smaller ones let both ends work at once."""
     transfer_lock: TransferLock | None = None
     """Of the GPU whose transfers must not overlap; None where they may."""
 

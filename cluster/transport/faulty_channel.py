@@ -39,6 +39,7 @@ class _FaultyChannel(Channel):
         self._peer = peer
         self._is_gone = threading.Event()
         self.kind, self.transfer_lock = inner.kind, inner.transfer_lock
+        self.piece_bytes = inner.piece_bytes
 
     def _send(self, data_B: Tensor, timeout_s: float) -> None:
         firing = self._switch.at(Point.SEND, self._peer)

@@ -51,6 +51,8 @@ SLOT_BYTES = 512 << 10
 NUM_SLOTS = 8
 """More than two let the ends work at once; 4 MiB in all stay in the caches of both cores."""
 RING_BYTES = NUM_SLOTS * SLOT_BYTES
+PIECE_BYTES = 2 * SLOT_BYTES - 1024
+"""Two slots with a trailer: one end gathers a piece while the other one scatters that before it."""
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _TOKEN_BYTES = 32
@@ -140,6 +142,7 @@ class _ShmChannel(Channel):
     """One end; ``_num_mine`` counts slots that this end is through with, for ever."""
 
     kind = TransportKind.SHM
+    piece_bytes = PIECE_BYTES
 
     def __init__(self, bell: socket.socket, ring_B: Tensor, rank: int) -> None:
         super().__init__()

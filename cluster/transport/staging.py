@@ -89,6 +89,13 @@ class StagedChannel:
         self._staging_B = _make_buffer(limits.staging_bytes + TRAILER_BYTES, device)
         self._staging_B.zero_()  # touches every page
 
+    def cut(self, manifest: Manifest, turn: int) -> Manifest:
+        """Return a manifest for its turn, in pieces that fit the buffer and suit the channel."""
+        num_bytes = self._limits.staging_bytes
+        if self.channel.piece_bytes is not None:
+            num_bytes = min(num_bytes, max(self.channel.piece_bytes, manifest.block_bytes))
+        return manifest.cut(num_bytes, turn)
+
     def send(self, manifest: Manifest, export: MoveBlocks, timeout_s: float | None) -> None:
         """Gather and send every piece of ``manifest``; ``export`` fills the staging buffer.
 

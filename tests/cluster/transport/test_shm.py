@@ -13,7 +13,8 @@ import pytest
 
 from cluster.transport import shm
 from cluster.transport.base import PeerLost, TransportError
-from cluster.transport.shm import RING_BYTES, _accept, _receive_memory
+from cluster.transport.shm import PIECE_BYTES, RING_BYTES, SLOT_BYTES, _accept, _receive_memory
+from cluster.transport.staging import TRAILER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,3 +84,8 @@ def test_strangers_at_the_door_do_not_keep_the_peer_out(monkeypatch):
             assert silent.recv(16) == wrong.recv(16) == b""
             with pytest.raises(TimeoutError):
                 _accept(listener, token, time.monotonic() + 0.1)
+
+
+def test_a_piece_with_its_trailer_wastes_no_slot():
+    num_slots = -(-(PIECE_BYTES + TRAILER_BYTES) // SLOT_BYTES)
+    assert num_slots * SLOT_BYTES - PIECE_BYTES <= 2048

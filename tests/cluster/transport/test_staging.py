@@ -182,3 +182,24 @@ def test_a_digest_is_only_missed_where_it_is_asked_for(sends: bool, checks: bool
     sender.send(make_manifest(1), fill(1), None)
     with pytest.raises(CorruptPayload):
         receiver.recv(make_manifest(1), nothing, None)
+
+
+@pytest.mark.parametrize(
+    ("suits", "expected"),
+    [
+        pytest.param(None, 4, id="whatever fits the buffer"),
+        pytest.param(2 * LAYOUT.block_bytes + 1, 2, id="smaller ones let both ends work at once"),
+        pytest.param(LAYOUT.block_bytes // 2, 1, id="one block is the least"),
+        pytest.param(100 * LAYOUT.block_bytes, 4, id="more than the buffer holds"),
+    ],
+)
+def test_pieces_fit_the_buffer_and_suit_the_channel(suits, expected):
+    tape, sender, receiver = make_ends()
+    tape.piece_bytes = suits
+    manifest = sender.cut(make_manifest(6), turn=7)
+    assert (manifest.piece_blocks, manifest.turn) == (expected, 7)
+    sender.send(manifest, fill(5), None)
+    seen: list[tuple[int, int]] = []
+    receiver.recv(manifest, lambda start, num, _B: seen.append((start, num)), None)
+    assert sum(num for _, num in seen) == 6
+    assert seen[0] == (0, expected)
