@@ -312,8 +312,9 @@ class Inbox:
         if entry is None or entry.landing is None or entry.state is not HandoffState.SENDING:
             self.counts["dropped_segments"] += 1
             return
-        if entry.landing.landed(manifest):
-            self._commit(link, entry, manifest)
+        last = entry.landing.landed(manifest)
+        if last is not None:
+            self._commit(link, entry, last)
 
     def _receive_failed(self, entry: Import | None, error: PdserveError) -> None:
         if entry is None or entry.state is not HandoffState.SENDING:

@@ -65,6 +65,8 @@ class Landing:
         self._num_layers = 0
         """Of that band, announced so far."""
         self._num_announced_bytes = 0
+        self._last: Manifest | None = None
+        """The last segment's, once it was announced."""
         self.num_bytes = 0
         """Of the segments that were written."""
 
@@ -77,6 +79,12 @@ class Landing:
         one is due, every layer of every block is due exactly once.
         """
         theirs = manifest.sender_layout()
+        if self._last is not None:
+            raise HandoffFailed(
+                "manifest.is_last: nothing was to follow the last segment",
+                stage="handoff",
+                field="is_last",
+            )
         if 0 < self._num_layers < theirs.num_layers:
             self._expect(manifest, "first_block", self._band.start)
             self._expect(manifest, "num_blocks", len(self._band))
@@ -96,12 +104,17 @@ class Landing:
         self._theirs = theirs
         self._band, self._num_layers = manifest.blocks, manifest.layers.stop
         self._num_announced_bytes += manifest.num_bytes
+        self._last = manifest if manifest.is_last else None
         return is_first
 
-    def landed(self, manifest: Manifest) -> bool:
-        """Note that all bytes of a segment were written; whether the export is whole now."""
+    def landed(self, manifest: Manifest) -> Manifest | None:
+        """Note that all bytes of a segment were written.
+
+        Returns the last segment's manifest once the export is whole: one without bytes is there
+        before the bytes of those before it.
+        """
         self.num_bytes += manifest.num_bytes
-        return manifest.is_last and self.num_bytes == self._num_announced_bytes
+        return self._last if self.num_bytes == self._num_announced_bytes else None
 
     def write(self, manifest: Manifest, start: int, num_blocks: int, staged_B: Tensor) -> None:
         """Write that part of a segment; nothing once the handoff is not being sent any more.

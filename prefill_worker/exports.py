@@ -98,7 +98,7 @@ class Outgoing:
         manifest = segment.manifest
         self.band, self.num_layers = manifest.blocks, manifest.layers.stop
         self.is_all_sent = manifest.is_last
-        self.segment_at, self.turn_at = now, None
+        self.segment_at, self.turn_at = now, None if manifest.num_bytes else now
 
     def spent(self, now: float) -> tuple[float, float]:
         """Return (with the link, moving), seconds, with the latest segment ending now."""
@@ -144,8 +144,8 @@ class Export:
     def take_segment(self, pool: BlockPool, layout: KVLayout) -> Segment | None:
         """Hold what is finished and not sent yet as a segment; None where there is nothing.
 
-        The last layers of the last block wait until the export is whole, for they go with the
-        tokens drawn.
+        The last one goes when the export is whole, with the tokens drawn: what is left then, or
+        nothing more.
         """
         outgoing = self.outgoing
         assert outgoing is not None, "a segment belongs to a handoff"
@@ -199,6 +199,8 @@ class Export:
             return range(band.stop, num_finished), range(num_layers)
         if num_stored > band.stop and num_stored_layers:
             return range(band.stop, num_stored), range(num_stored_layers)
+        if self.is_whole and not outgoing.is_all_sent:
+            return range(self.num_blocks, self.num_blocks), range(0)
         return None
 
     def _progress(self, num_held: int, layout: KVLayout) -> tuple[int, int, int]:

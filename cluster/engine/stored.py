@@ -30,7 +30,7 @@ PART_BYTES = 4 << 20
 _MIN_BYTES = 1 << 20
 """Less than this is not worth a message of its own."""
 _REST = 16
-"""One layer in so many, and one at least, is left to the end of a step that draws a token."""
+"""One layer in so many, and one at least, is the last part of a step that draws a token."""
 
 
 def run(runner: Runner, plan: Plan, on_events: Callable[[StepEvents], None]) -> Outcome:
@@ -60,16 +60,19 @@ def shares_by_layers(plan: Plan, layout: KVLayout) -> Mapping[int, tuple[Schedul
 def _told_at(share: Scheduled, layout: KVLayout) -> set[int]:
     """Return the numbers of layers that end a part.
 
-    What is stored last goes when the step is over. Where a token is drawn then, which its client
-    waits for, that shall be little::
+    Where a token is drawn, which its client waits for, nothing shall be left to send when that is
+    done, and the last part is small: there is little time for it::
 
         layers  0 [ part ) [ part ) [ part ) num_layers - rest [ rest ) num_layers
+
+    Otherwise what is stored last goes when the step is over.
     """
     num_bytes = len(share.token_ids) * layout.token_bytes
     if num_bytes < _MIN_BYTES:
         return set()
     num_parts = max(1, num_bytes // PART_BYTES)
-    end, num_told = layout.num_layers, num_parts - 1
-    if share.is_sampled:
-        end, num_told = end - max(1, end // _REST), num_parts
-    return {end * part // num_parts for part in range(1, num_told + 1)} - {0}
+    end = layout.num_layers
+    if not share.is_sampled:
+        return {end * part // num_parts for part in range(1, num_parts)} - {0}
+    end -= max(1, end // _REST)
+    return {end * part // num_parts for part in range(1, num_parts + 1)} - {0} | {layout.num_layers}

@@ -138,6 +138,8 @@ class Link:
         self._num_manifests += 1
         manifest = staged.cut(manifest, self._num_manifests)
         self._outbox.put_nowait(signal_to_wire(ManifestBytes(payload=manifest.pack())))
+        if not manifest.num_bytes:
+            return _nothing_follows()
         guarded = self._guard(export)
         return self._move(lambda: staged.send(manifest, guarded, timeout_s))
 
@@ -159,6 +161,8 @@ class Link:
         except PdserveError as error:
             self.close(error.message)
             raise
+        if not manifest.num_bytes:
+            return
         guarded = self._guard(scatter)
         await self._move(lambda: staged.recv(manifest, guarded, timeout_s))
 
@@ -379,6 +383,10 @@ async def _wait_out(*futures: asyncio.Future[Any]) -> bool:
         except asyncio.CancelledError:
             cancelled = True
     return cancelled
+
+
+async def _nothing_follows() -> None:
+    """End at once: a manifest without bytes was all."""
 
 
 def _reason(job: asyncio.Future[Any]) -> str:

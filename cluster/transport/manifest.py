@@ -9,7 +9,9 @@ all layers of one band are sent, from the first on, before the next band begins:
              [   |   | 5 ]     and two bands in two parts each; the 5th is the last
              block 0  ..
 
-The last segment ends with the export's last block and layer and carries the tokens drawn so far.
+The last segment carries the tokens drawn so far. It holds what is left up to the export's last
+block and layer. Where all of that has left before the tokens were drawn it holds no bytes, and the
+peer waits for nothing but a message.
 
 Whatever comes off a wire is checked field by field before anything is done with it: type, size
 and sense. A manifest that is wrong in any way is a HandoffFailed that names the field.
@@ -56,6 +58,8 @@ class Manifest:
 
         export    0 [ earlier bands ) first_block [ this one ) [ later ones ) whole blocks
         band      0 [ earlier segments ) first_layer [ this one ) [ later ones ) whole layers
+
+    One that holds no bytes begins behind the export's last block.
     """
 
     handoff_id: str
@@ -73,7 +77,7 @@ class Manifest:
     num_bytes: int
     piece_blocks: int
     is_last: bool
-    """Whether the export is whole with this segment."""
+    """Whether this is the export's last segment, and the tokens are with it."""
     output_ids: tuple[int, ...]
     """With the last segment: the tokens drawn so far, of which there is always one. Else none."""
     logprobs: TokenLogprobs | None = None
@@ -97,12 +101,14 @@ class Manifest:
     ) -> Manifest:
         """Describe ``layers`` of ``blocks`` of an export of ``num_tokens`` tokens; by default all.
 
-        In one piece: a link cuts it smaller. The tokens go with the last segment only.
+        In one piece: a link cuts it smaller. It is the last segment where it ends the export and
+        the tokens are known.
         """
         whole = range(layout.num_blocks_for(num_tokens))
         blocks = whole if blocks is None else blocks
         layers = range(layout.num_layers) if layers is None else layers
-        is_last = (blocks.stop, layers.stop) == (whole.stop, layout.num_layers)
+        ends = not blocks or layers.stop == layout.num_layers
+        is_last = bool(output_ids) and blocks.stop == whole.stop and ends
         num_blocks = len(blocks)
         return cls(
             handoff_id=handoff_id,
@@ -134,11 +140,13 @@ class Manifest:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block here: its layers in this segment."""
-        return self.num_bytes // self.num_blocks
+        """Bytes of one block here: its layers in this segment; 0 where it holds none."""
+        return self.num_bytes // self.num_blocks if self.num_blocks else 0
 
     def cut(self, max_piece_bytes: int, turn: int = 0) -> Manifest:
         """Return this manifest for its turn, in pieces of at most so many bytes, all as big."""
+        if not self.num_bytes:
+            return dataclasses.replace(self, turn=turn)
         piece_blocks = max_piece_bytes // self.block_bytes
         if piece_blocks < 1:
             raise HandoffFailed(
@@ -151,7 +159,7 @@ class Manifest:
 
     def pieces(self) -> Iterator[tuple[int, int]]:
         """Yield (first block, number of blocks) of each piece, counted from ``first_block``."""
-        for start in range(0, self.num_blocks, self.piece_blocks):
+        for start in range(0, self.num_blocks, self.piece_blocks or 1):
             yield start, min(self.piece_blocks, self.num_blocks - start)
 
     def sender_layout(self) -> KVLayout:
@@ -170,13 +178,12 @@ class Manifest:
         whole, end = theirs.num_blocks_for(self.num_tokens), self.blocks.stop
         if self.layers.stop > theirs.num_layers:
             raise _bad("num_layers", f"layer {self.layers.stop} of {theirs.num_layers}")
-        is_last = (end, self.layers.stop) == (whole, theirs.num_layers)
-        if end > whole or is_last != self.is_last:
-            is_or_not = "is" if self.is_last else "is not"
+        ends = end == whole and (not self.num_bytes or self.layers.stop == theirs.num_layers)
+        if end > whole or (self.is_last and not ends):
             raise _bad(
                 "num_blocks",
                 f"block {end} of {whole} for {self.num_tokens} tokens, "
-                f"layer {self.layers.stop} of {theirs.num_layers}, {is_or_not} the last",
+                f"layer {self.layers.stop} of {theirs.num_layers}, is not the last",
             )
         expected = self.num_layers * theirs.layer_bytes
         if self.block_bytes != expected:
@@ -210,22 +217,33 @@ class Manifest:
             num_tokens=_take_int(fields, "num_tokens", 1, _MAX_TOKENS),
             turn=_take_int(fields, "turn", 0, _MAX_TURNS),
             first_block=_take_int(fields, "first_block", 0, _MAX_BLOCKS),
-            num_blocks=_take_int(fields, "num_blocks", 1, _MAX_BLOCKS),
+            num_blocks=_take_int(fields, "num_blocks", 0, _MAX_BLOCKS),
             first_layer=_take_int(fields, "first_layer", 0, _MAX_LAYERS),
-            num_layers=_take_int(fields, "num_layers", 1, _MAX_LAYERS),
-            num_bytes=_take_int(fields, "num_bytes", 1, _MAX_BYTES),
-            piece_blocks=_take_int(fields, "piece_blocks", 1, _MAX_BLOCKS),
+            num_layers=_take_int(fields, "num_layers", 0, _MAX_LAYERS),
+            num_bytes=_take_int(fields, "num_bytes", 0, _MAX_BYTES),
+            piece_blocks=_take_int(fields, "piece_blocks", 0, _MAX_BLOCKS),
             is_last=_take_bool(fields, "is_last"),
             output_ids=_take_ids(fields, "output_ids"),
             logprobs=_take_logprobs(fields, "logprobs"),
         )
-        if manifest.num_bytes % manifest.num_blocks:
-            raise _bad("num_bytes", "is no multiple of num_blocks")
+        manifest._check_sizes()
         if manifest.piece_blocks > manifest.num_blocks:
             raise _bad("piece_blocks", "is more than num_blocks")
         if manifest.is_last != bool(manifest.output_ids):
             raise _bad("output_ids", "come with the last segment, and only with it")
         return manifest
+
+    def _check_sizes(self) -> None:
+        sizes = (self.num_blocks, self.num_layers, self.num_bytes, self.piece_blocks)
+        if not any(sizes):
+            if not self.is_last:
+                raise _bad("num_bytes", "is 0, and the tokens are not with it")
+            return
+        for name in ("num_blocks", "num_layers", "num_bytes", "piece_blocks"):
+            if not getattr(self, name):
+                raise _bad(name, "is 0 where others are not")
+        if self.num_bytes % self.num_blocks:
+            raise _bad("num_bytes", "is no multiple of num_blocks")
 
 
 def _read_map(data: bytes) -> dict[str, Any]:

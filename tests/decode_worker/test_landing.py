@@ -184,8 +184,40 @@ def test_it_is_whole_when_all_its_parts_were_written():
     ]
     for part in parts:
         landing.announce(part)
-    assert [landing.landed(part) for part in parts] == [False, False, True]
+    assert [landing.landed(part) for part in parts] == [None, None, parts[2]]
     assert landing.num_bytes == 10 * LAYERED.block_bytes
+
+
+def segments_and_tokens() -> tuple[Manifest, Manifest]:
+    first = Manifest.of("h", make_key(), LAYERED, num_tokens=40, output_ids=())
+    return first, segment(LAYERED, 10, 10, 40, range(0))
+
+
+def test_tokens_without_bytes_may_be_there_before_the_bytes_are():
+    landing, _ = reserved_landing(LAYERED, 40, Writer())
+    first, tokens = segments_and_tokens()
+    landing.announce(first)
+    landing.announce(tokens)
+    assert landing.landed(tokens) is None, "nothing was written yet"
+    assert landing.landed(first) is tokens
+
+
+def test_bytes_alone_are_no_end():
+    landing, _ = reserved_landing(LAYERED, 40, Writer())
+    first, tokens = segments_and_tokens()
+    landing.announce(first)
+    assert landing.landed(first) is None
+    landing.announce(tokens)
+    assert landing.landed(tokens) is tokens
+    with pytest.raises(HandoffFailed, match="is_last"):
+        landing.announce(tokens)
+
+
+def test_tokens_alone_do_not_stand_for_blocks_that_never_came():
+    landing, _ = reserved_landing(LAYERED, 40, Writer())
+    landing.announce(segment(LAYERED, 0, 6, 40))
+    with pytest.raises(HandoffFailed, match="first_block"):
+        landing.announce(segments_and_tokens()[1])
 
 
 def test_a_last_part_alone_makes_nothing_whole():

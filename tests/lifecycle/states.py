@@ -94,6 +94,13 @@ async def first_layers_sent(pair: Pair):
     await pair.settle()
 
 
+async def all_layers_sent(pair: Pair):
+    """Nothing is left but the tokens, which the step has not drawn."""
+    await first_layers_sent(pair)
+    pair.p_engine.store(4)
+    await pair.settle()
+
+
 async def first_layers_unread(pair: Pair):
     pair.wire.holds_bytes = True
     await first_layers_sent(pair)

@@ -10,11 +10,12 @@ from cluster.request import LegKind
 from cluster.transport.manifest import Manifest
 from tests.factories import expected_tokens, make_key
 from tests.lifecycle.fakes import LAYERS
-from tests.lifecycle.pair import LAYOUT, MAX_TOKENS, NUM_PROMPT_TOKENS, Pair
+from tests.lifecycle.pair import LAYOUT, LEASE_S, MAX_TOKENS, NUM_PROMPT_TOKENS, Pair
 from tests.lifecycle.states import (
     KEY,
     abort_decode,
     abort_prefill,
+    all_layers_sent,
     cut_and_dial_again,
     fail_prefill_engine,
     first_layers_not_landed,
@@ -85,6 +86,42 @@ async def test_layers_leave_while_later_ones_are_computed():
     assert parts(pair)[2:] == [(0, 5, 3, 4)]
     assert pair.prefill.outbox.counts["segments"] == 3
     await assert_streams_to_its_end(pair)
+
+
+async def test_all_layers_leave_before_the_token_is_drawn_which_goes_alone():
+    pair = make_pair()
+    await all_layers_sent(pair)
+    assert parts(pair) == [(0, 5, 0, 2), (0, 5, 2, 4)]
+    assert pair.decode.inbox.counts["committed"] == 0
+    await end(pair)
+    assert parts(pair)[2:] == [(5, 5, 0, 0)]
+    assert pair.decode.inbox.counts["committed"] == 1
+    await assert_streams_to_its_end(pair)
+
+
+async def test_a_token_alone_waits_for_layers_that_have_not_landed():
+    pair = make_pair()
+    pair.wire.holds_landing = True
+    await all_layers_sent(pair)
+    await end(pair)
+    assert pair.decode.inbox.counts["committed"] == 0
+    pair.wire.let_go()
+    await assert_streams_to_its_end(pair)
+
+
+async def test_a_token_that_never_comes_fails_the_handoff_within_the_lease():
+    """All KV has landed; without the tokens nobody may decode over it."""
+    pair = make_pair()
+    await all_layers_sent(pair)
+    pair.wire.hold = {ManifestBytes}
+    await end(pair)
+    pair.pass_time(LEASE_S + 1)
+    await pair.settle()
+    assert pair.decode.inbox.counts["committed"] == 0
+    assert isinstance(pair.p_sink.ends[KEY].error, HandoffFailed)
+    pair.wire.let_go()
+    await pair.run_dry()
+    pair.assert_idle()
 
 
 async def test_a_late_credit_and_a_busy_link_make_larger_parts():
@@ -182,7 +219,7 @@ async def test_without_streaming_nothing_leaves_a_running_step():
 # ---- bad ends between two parts of one step
 
 
-MIDST = (first_layers_sent, first_layers_unread, first_layers_not_landed)
+MIDST = (first_layers_sent, first_layers_unread, first_layers_not_landed, all_layers_sent)
 
 
 @pytest.mark.parametrize("state", MIDST, ids=names(MIDST))

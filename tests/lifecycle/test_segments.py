@@ -154,7 +154,6 @@ async def changed_manifest(pair: Pair, **changes) -> None:
         ({"first_block": 3, "is_last": False, "output_ids": ()}, "first_block"),
         ({"first_block": 0, "is_last": False, "output_ids": ()}, "first_block"),
         ({"first_block": 5}, "num_blocks"),
-        ({"is_last": False, "output_ids": ()}, "num_blocks"),
         ({"num_tokens": NUM_PROMPT_TOKENS - 3}, "num_tokens"),
         ({"attempt": 1}, "attempt"),
         ({"choice": 1}, "choice"),

@@ -31,8 +31,8 @@ def told_at(share: Scheduled) -> list[int]:
     [
         (1, True, []),
         (45, True, []),
-        (46, True, [29]),
-        (512, True, [14, 29]),
+        (46, True, [29, 30]),
+        (512, True, [14, 29, 30]),
         (512, False, [15]),
         (128, False, []),
         (1024, False, [6, 12, 18, 24]),
@@ -48,14 +48,14 @@ def test_a_model_of_few_layers_is_told_of_at_most_once_a_layer():
         num_layers=2, num_kv_heads=64, head_dim=1024, block_size=16, dtype="fp32",
         model_fingerprint="m",
     )  # fmt: skip
-    assert sorted(stored.shares_by_layers(Plan((make_share(4096),)), layout)) == [1]
+    assert sorted(stored.shares_by_layers(Plan((make_share(4096),)), layout)) == [1, 2]
 
 
 def test_only_shares_with_a_part_worth_sending_are_told_of():
     long, short = make_share(512), make_share(20, request_id="short")
     mine = make_share(512, request_id="local", watched=False)
     by_layers = stored.shares_by_layers(Plan((long, short, mine)), LAYOUT)
-    assert by_layers == dict.fromkeys((14, 29), (long,))
+    assert by_layers == dict.fromkeys((14, 29, 30), (long,))
 
 
 class Runner:

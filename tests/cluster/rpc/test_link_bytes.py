@@ -14,6 +14,7 @@ from cluster.handoff import Commit, ManifestBytes
 from cluster.transport.base import CorruptPayload, TransportError
 from cluster.transport.manifest import Manifest
 from cluster.transport.staging import TransferLimits
+from tests.factories import make_key
 from tests.factories_link import (
     LAYOUT,
     LIMITS,
@@ -43,6 +44,26 @@ async def test_blocks_arrive_and_are_committed(
     await link.send_export(manifest, gather_from(export))
     await sender.until(lambda: sender.messages == [Commit(handoff_id="h1")])
     assert torch.equal(importer.imported[0], export)
+
+
+async def test_the_tokens_alone_move_no_bytes_and_keep_their_turn(make_world: MakeWorld):
+    world = await make_world(shm())
+    importer, sender = Importer(world.receiver), Half()
+    link = await world.dialer(sender).link_to(world.peer, LONG_S)
+    export = make_export(4)
+
+    def never(start: int, num_blocks: int, out_B: torch.Tensor) -> None:
+        raise AssertionError("there is nothing to gather")
+
+    tokens = Manifest.of(
+        "h1", make_key(), LAYOUT, num_tokens=64, output_ids=(7,), blocks=range(4, 4),
+        layers=range(0),
+    )  # fmt: skip
+    await link.send_export(make_manifest(64, "h0"), gather_from(export))
+    await link.send_export(tokens, never)
+    await link.send_export(make_manifest(64, "h2"), gather_from(export))
+    await sender.until(lambda: len(sender.signals) == 3)
+    assert torch.equal(importer.imported[-1], export)
 
 
 async def test_concurrent_exports_keep_their_order(make_world: MakeWorld):

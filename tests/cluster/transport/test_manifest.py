@@ -80,6 +80,47 @@ def test_the_tokens_go_with_the_last_layers_of_the_last_block():
         manifest.check_layout(LAYOUT)
 
 
+def make_tokens_alone() -> Manifest:
+    return make_part(range(32, 32), range(0))
+
+
+def test_the_tokens_go_alone_where_all_blocks_left_before_they_were_drawn():
+    manifest = make_tokens_alone()
+    assert (manifest.num_bytes, manifest.is_last, manifest.output_ids) == (0, True, (7,))
+    cut = manifest.cut(1, turn=9)
+    assert (list(cut.pieces()), cut.turn, cut.block_bytes) == ([], 9, 0)
+    assert Manifest.unpack(cut.pack()) == cut
+    cut.check_layout(LAYOUT)
+
+
+def test_the_last_layers_of_the_last_block_may_go_before_the_tokens():
+    manifest = Manifest.of("h", LegKey("r", 1, 2), LAYOUT, num_tokens=512, output_ids=())
+    assert not manifest.is_last
+    Manifest.unpack(manifest.pack()).check_layout(LAYOUT)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"is_last": False, "output_ids": ()}, "num_bytes"),
+        ({"num_bytes": 10}, "num_blocks"),
+        ({"num_blocks": 1}, "num_layers"),
+        ({"num_blocks": 1, "num_layers": 1, "piece_blocks": 1}, "num_bytes"),
+        ({"num_blocks": 1, "num_layers": 1, "num_bytes": 10}, "piece_blocks"),
+    ],
+    ids=str,
+)
+def test_what_holds_no_bytes_holds_nothing_but_the_tokens(changes, name):
+    with pytest.raises(HandoffFailed, match=rf"manifest\.{name}"):
+        Manifest.unpack(replace(make_tokens_alone(), **changes).pack())
+
+
+@pytest.mark.parametrize("first_block", [31, 33])
+def test_the_tokens_alone_stand_behind_the_last_block(first_block):
+    with pytest.raises(HandoffFailed, match=r"manifest\.num_blocks"):
+        replace(make_tokens_alone(), first_block=first_block).check_layout(LAYOUT)
+
+
 def test_a_part_is_cut_into_pieces_of_whole_blocks_with_its_layers():
     manifest = make_part(range(32), range(10)).cut(11 * 10 * LAYOUT.layer_bytes)
     assert list(manifest.pieces()) == [(0, 11), (11, 11), (22, 10)]
@@ -89,8 +130,7 @@ def test_a_part_is_cut_into_pieces_of_whole_blocks_with_its_layers():
     ("changes", "name"),
     [
         ({"first_layer": 21}, "num_layers"),
-        ({"first_layer": 20}, "num_blocks"),
-        ({"num_layers": 30}, "num_blocks"),
+        ({"num_layers": 30}, "num_bytes"),
         ({"num_layers": 11}, "num_bytes"),
         ({"is_last": True}, "num_blocks"),
     ],
@@ -102,7 +142,7 @@ def test_layers_outside_the_model_or_the_export_are_refused(changes, name):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"first_block": 25}, {"first_block": 24, "is_last": False}, {"is_last": True}]
+    "changes", [{"first_block": 25}, {"first_block": 23, "is_last": True}, {"is_last": True}]
 )
 def test_a_segment_outside_its_export_is_refused(changes):
     with pytest.raises(HandoffFailed, match=r"manifest\.num_blocks"):
