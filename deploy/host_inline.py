@@ -106,8 +106,13 @@ class InlineHost:
             self._started.set()
             stopped = asyncio.create_task(self._stop.wait())
             ends: set[asyncio.Future[Any]] = {stopped, *faults}
+            ends |= {worker.drained for worker in workers}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             for worker, fault in zip(workers, faults, strict=True):
+                if worker.drained.done():
+                    raise EngineFault(
+                        f"{worker.worker.worker_id} was drained, as ordered; nobody replaces it"
+                    )
                 if fault.done():
                     raise EngineFault(
                         f"the engine of {worker.worker.worker_id} failed: {fault.result()!r}"

@@ -123,7 +123,8 @@ class HostedWorker:
         if following is not None and not self.drained.done():
             following.cancel()
             await asyncio.wait({following})
-        await self.worker.drain(grace_s)
+        if not self.fault.done():
+            await self.worker.drain(grace_s)
         await self.worker.stop(0.0)
 
     # ---- orders
@@ -151,6 +152,9 @@ class HostedWorker:
             if role is None:
                 self.drained.set_result(None)
                 return
+            if not self.worker.has_let_go:
+                # It writes to blocks that the next one would give to others.
+                raise EngineFault("a step outlasted the change of role", worker_id=self._worker_id)
             logger.info("worker=%s comes back as %s", self._worker_id, role.value)
             self.worker = self._make(role)
             self._watch(self.worker)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 STUCK_S = 40.0
@@ -25,23 +26,26 @@ class StartWatch:
 
     def __init__(self) -> None:
         self._waits_for = ""
-        self._work = 0.0
+        self._works: dict[str, float] = {}
         self._moved_at: float | None = None
 
-    def is_stuck(self, waits_for: str, work: float, now: float) -> bool:
-        """Whether nothing has moved for long; ``work`` is in seconds of a core, or as much read.
+    def is_stuck(self, waits_for: str, works: Mapping[str, float], now: float) -> bool:
+        """Whether nothing has moved for long.
 
-        The little that an idle process does is none.
+        ``works`` are seconds of a core, or as much read, by process. The little that an idle one
+        does is none, and the idle ones' together is neither.
         """
-        has_worked = abs(work - self._work) >= _LEAST_WORK
+        has_worked = any(
+            abs(work - self._works.get(name, 0.0)) >= _LEAST_WORK for name, work in works.items()
+        )
         if self._moved_at is None or has_worked or waits_for != self._waits_for:
-            self._waits_for, self._work, self._moved_at = waits_for, work, now
+            self._waits_for, self._works, self._moved_at = waits_for, dict(works), now
         return now - self._moved_at >= STUCK_S
 
 
-def work_of(cores_dir: Path) -> float:
-    """Return what the workers that hold a place in a folder of core leases have done so far."""
-    return sum(_work(path) for path in cores_dir.glob("*.lock"))
+def work_of(cores_dir: Path) -> dict[str, float]:
+    """Return what each worker that holds a place in a folder of core leases has done so far."""
+    return {path.name: _work(path) for path in cores_dir.glob("*.lock")}
 
 
 def _work(lease: Path) -> float:

@@ -93,6 +93,8 @@ class Worker:
         self._leaving: asyncio.Task[None] | None = None
         self._life = WorkerLife()
         self._stopping: asyncio.Task[None] | None = None
+        self.has_let_go = False
+        """Whether, when it has stopped, nothing of it writes to the cache any more."""
         self._errands = Errands(call_soon=self._call_soon, on_failure=self._fail)
         self._token = ClusterToken.load(config.security)
         self._pool = make_block_pool(config, pool, parts.layout)
@@ -179,13 +181,20 @@ class Worker:
             logger.info("worker=%s drains, legs=%d", self.worker_id, len(self.legs))
             await self._server.tell_draining()
             self._report.changed()
-        if self._life.state is not WorkerState.DRAINING:
+        if self._life.state is not WorkerState.DRAINING or self.fault.done():
             return
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(grace_s):
-                await asyncio.sleep(self._life.last_grants_s(self._clock.now()))
-                await self._until_idle(grace_s)
+        leaving = asyncio.ensure_future(self._until_left(grace_s))
+        # One that has failed ends none of its legs: it is not waited for.
+        ends: set[asyncio.Future[Any]] = {leaving, self.fault}
+        try:
+            await asyncio.wait(ends, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            leaving.cancel()
         logger.info("worker=%s drained, legs=%d left", self.worker_id, len(self.legs))
+
+    async def _until_left(self, grace_s: float) -> None:
+        await asyncio.sleep(self._life.last_grants_s(self._clock.now()))
+        await self._until_idle(grace_s)
 
     async def stop(self, grace_s: float) -> None:
         """Leave the control plane, give open legs ``grace_s`` to end, end them, and close all.
@@ -201,7 +210,7 @@ class Worker:
         await self._report.stop("stopping")
         await self._until_idle(grace_s)
         self.legs.close(WorkerLost("the worker is stopping", worker_id=self.worker_id))
-        await asyncio.to_thread(self._engine.stop, _ENGINE_STOP_S)
+        self.has_let_go = await asyncio.to_thread(self._engine.stop, _ENGINE_STOP_S)
         await self._until_idle(1.0)
         if self._dialer is not None:
             await self._dialer.close()

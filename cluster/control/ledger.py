@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -27,6 +27,7 @@ WantKey = tuple[str, int]
 """(request_id, attempt)."""
 
 _MAX_REMEMBERED = 1024
+_PREFILLED = "prefilled_tokens"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,6 +81,8 @@ class Ledger:
         self.num_changes = 0
         """How often workers have come or gone, or begun to drain."""
         self.changed: set[str] = set()
+        self.prefilled_tokens: defaultdict[str, float] = defaultdict(float)
+        """By pool, as they were reported: it never falls, whoever comes and goes."""
         """Workers that changed in what placing depends on; whoever reads it empties it."""
         self._of_role: dict[Role, dict[str, WorkerEntry]] = {}
         self._num_of: Counter[tuple[str, Role]] = Counter()
@@ -221,6 +224,7 @@ class Ledger:
     def take_report(self, entry: WorkerEntry, report: WorkerReport, now: float) -> None:
         """Take a report in, with its transfer samples."""
         self._note_draining(entry, report)
+        self._note_prefilled(entry, report)
         report = self._without_gone(entry, report)
         for grant_id in entry.take(report, now):
             ended = self.grants.get(grant_id)
@@ -239,6 +243,13 @@ class Ledger:
             charge = record.charges.get(entry.worker_id) if record is not None else None
             if charge is not None:
                 entry.restore(grant_id, charge)
+
+    def _note_prefilled(self, entry: WorkerEntry, report: WorkerReport) -> None:
+        before = entry.report.counters.get(_PREFILLED)
+        # The first report of an entry tells what was computed before anybody here looked.
+        if before is not None:
+            computed = report.counters.get(_PREFILLED, before) - before
+            self.prefilled_tokens[entry.registration.pool] += max(0.0, computed)
 
     def take_back_unseen(self, granted_before: float) -> list[str]:
         """Free the unseen legs of grants older than that; returns the grants."""

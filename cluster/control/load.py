@@ -22,7 +22,10 @@ def load_of(
 ) -> Load:
     """Return the load now."""
     return Load(
-        pools={pool.name: _of_pool(_serving(pool, ledger), costs) for pool in pools},
+        pools={
+            pool.name: _of_pool(_serving(pool, ledger), costs, ledger.prefilled_tokens[pool.name])
+            for pool in pools
+        },
         num_waiting=len(queue),
         waiting_tokens=queue.num_tokens,
         expected_output_tokens=costs.expected_output_tokens,
@@ -39,18 +42,16 @@ def _serving(pool: PoolConfig, ledger: Ledger) -> list[WorkerEntry]:
     ]
 
 
-def _of_pool(entries: Sequence[WorkerEntry], costs: CostModel) -> PoolLoad:
+def _of_pool(entries: Sequence[WorkerEntry], costs: CostModel, computed_tokens: float) -> PoolLoad:
     if not entries:
-        return PoolLoad()
+        return PoolLoad(computed_tokens=computed_tokens)
     speeds = [(costs.speeds(entry, 0), costs.speeds(entry, 1)) for entry in entries]
     count = len(entries)
     return PoolLoad(
         num_workers=count,
         queued_tokens=sum(entry.run_ahead_tokens for entry in entries),
         behind_tokens=sum(_behind(entry) for entry in entries),
-        computed_tokens=sum(
-            entry.report.counters.get("prefilled_tokens", 0.0) for entry in entries
-        ),
+        computed_tokens=computed_tokens,
         num_sequences=sum(_num_present(entry) for entry in entries),
         num_coming=sum(entry.num_slots_used - _num_present(entry) for entry in entries),
         held_tokens=sum(

@@ -128,6 +128,11 @@ class Membership:
         if role is present.role:
             raise InvalidRequest(f"worker {worker_id} is a {role.value} worker", field="role")
         pool = self._config.pool(present.pool)
+        if pool.is_scaled:
+            raise InvalidRequest(
+                f"worker {worker_id} keeps its role: pool {pool.name} has a min and a max",
+                field="role",
+            )
         obstacle = admission.role_obstacle(self._config, pool, role)
         if obstacle is not None:
             raise InvalidRequest(f"worker {worker_id} cannot take {obstacle}", field="role")

@@ -321,7 +321,13 @@ class Placement:
         ]
         working = self._ledger.shunned.working(routes, now)
         if routes and not working:
-            return NoExport()
+            everybody = [
+                Route(prefill=sender, decode=entry, is_export=True)
+                for entry in self._fitting(want, role, Part.DECODE)
+                if entry is not sender
+            ]
+            # Whose link works may have room soon.
+            return Blocked() if self._ledger.shunned.working(everybody, now) else NoExport()
         return self._costs.cheapest(working, want, now) if working else Blocked()
 
     def _fall_back_note(self) -> str:

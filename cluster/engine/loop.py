@@ -158,10 +158,11 @@ class EngineLoop:
             self._thread = threading.Thread(target=self._main, name="engine-step", daemon=True)
             self._thread.start()
 
-    def stop(self, timeout_s: float) -> None:
+    def stop(self, timeout_s: float) -> bool:
         """Stop after the running step and end with ``Cancelled`` what is left; idempotent.
 
-        A step that outlasts ``timeout_s`` is left to end by itself; its sequences end then.
+        Returns whether the step thread has ended. A step that outlasts ``timeout_s`` is left to end
+        by itself; its sequences end then, and until then it writes to their blocks.
         """
         with self._changed:
             self._is_stopping = True
@@ -173,8 +174,10 @@ class EngineLoop:
             thread.join(timeout_s)
             if thread.is_alive():
                 logger.error("thread=%s still in a step after %.1f s", thread.name, timeout_s)
+                return False
         elif is_mine:
             self._close()
+        return True
 
     def add(self, sequence: Sequence) -> None:
         """Hand a sequence to the step thread; it ends exactly once, also after a fault or stop."""

@@ -45,7 +45,9 @@ class ModelRunner:
     def run(self, plan: Plan, on_stored: OnStored | None = None) -> Outcome:
         """Return the drawn tokens; KV of all shares is in the cache when it returns."""
         batch = build_batch(plan, self._cache)
-        if on_stored is not None:
+        # On a GPU the host runs ahead: what it has asked for is not stored yet, and a part would
+        # wait for the whole step with the links' locks taken.
+        if on_stored is not None and self._cache.device.type == "cpu":
             batch.attention.on_stored = {
                 num_layers: functools.partial(on_stored, shares, num_layers)
                 for num_layers, shares in shares_by_layers(plan, self._cache.layout).items()

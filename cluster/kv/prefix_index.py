@@ -115,6 +115,9 @@ class PrefixIndex:
             return
         if self._name_of.get(block_id) != name:
             self._unname(block_id)
+            other = self._named.get(name)
+            if other is not None:  # tenants may share a name whose blocks are apart
+                del self._name_of[other]
             self._name_of[block_id] = name
             self._named[name] = block_id
         self._gone.pop(name, None)

@@ -1,6 +1,7 @@
 """Workers that drain, leave, and come back in other roles: whole ones, in one process."""
 
 import asyncio
+import dataclasses
 
 import pytest
 
@@ -9,7 +10,7 @@ from cluster.control.orders import give_order
 from cluster.control.status import get_cluster
 from cluster.errors import EngineFault, WorkerLost
 from cluster.request import FinishReason, LegKind, Peer, Redirect
-from deploy import worker_life
+from deploy import worker, worker_life
 from tests.deploy.world import KEY, Sink, blocked_runner, make_leg
 from tests.factories import expected_tokens, make_key
 
@@ -179,3 +180,39 @@ async def test_a_role_that_cannot_be_started_is_a_fault(world, monkeypatch):
     await order(world, "m-0", Role.PREFILL)
     error = await asyncio.wait_for(asyncio.shield(hosted.fault), 10)
     assert "no memory" in str(error)
+
+
+async def test_a_worker_that_hangs_is_not_waited_for(world):
+    """CASES P-26: its step never ends, so neither do its legs; its place is wanted."""
+    runner, entered, go = blocked_runner()
+    hosted = world.host("m", "m-0", runner)
+    await hosted.start()
+    hosted.worker.legs.start_leg(make_leg(LegKind.LOCAL), Sink())
+    await asyncio.to_thread(entered.wait, 10)
+    ending = asyncio.ensure_future(hosted.worker.drain(60.0))
+    await world.reports(lambda reports: reports["m-0"].is_draining)
+    hosted.worker._fail(EngineFault("hangs"))
+    await asyncio.wait_for(ending, 10)
+    again = asyncio.ensure_future(hosted.end(60.0))
+    await asyncio.sleep(0.1)
+    go.set()
+    await asyncio.wait_for(again, 10)
+
+
+async def test_a_step_that_outlasts_a_change_of_role_is_a_fault(world, monkeypatch):
+    """CASES P-21: it still writes to blocks that the next worker's pool would give to others."""
+    monkeypatch.setattr(worker, "_ENGINE_STOP_S", 0.1)
+    runner, entered, go = blocked_runner()
+    hosted = world.host("m", "m-0", runner)
+    hosted._config = dataclasses.replace(
+        hosted._config, limits=dataclasses.replace(hosted._config.limits, drain_s=0.2)
+    )
+    await hosted.start()
+    first = hosted.worker
+    first.legs.start_leg(make_leg(LegKind.LOCAL), Sink())
+    await asyncio.to_thread(entered.wait, 10)
+    await order(world, "m-0", Role.DECODE)
+    fault = await asyncio.wait_for(asyncio.shield(hosted.fault), 10)
+    go.set()
+    assert "outlasted" in fault.message
+    assert hosted.worker is first

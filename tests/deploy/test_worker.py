@@ -364,7 +364,8 @@ async def test_what_cannot_be_served_is_refused_by_name(world, monkeypatch):
 
 
 async def test_a_grant_that_is_taken_back_ends_its_legs(world):
-    worker = await world.start("d", "d-0")
+    runner, _, go = blocked_runner()
+    worker = await world.start("d", "d-0", runner)
     sink = Sink()
     worker.legs.start_leg(make_leg(LegKind.DECODE, "mine"), sink)
     worker.legs.start_leg(make_leg(LegKind.DECODE, "other"), sink)
@@ -372,6 +373,7 @@ async def test_a_grant_that_is_taken_back_ends_its_legs(world):
     worker.legs.start_leg(make_leg(LegKind.LOCAL, "running"), sink)
     await world.reports(lambda reports: "grant-running" in reports["d-0"].held_grants)
     await world.reports(lambda reports: "grant-running" not in reports["d-0"].unreserved_grants)
+    go.set()
     worker.legs.abort_leg(make_key("running"), AbortCause.CANCELLED)
     await sink.end_of(make_key("running"))
     sink.ends.clear()

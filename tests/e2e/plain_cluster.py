@@ -230,11 +230,24 @@ class PlainCluster:
     def stop(self) -> None:
         for process in self.workers.values():
             process.terminate()
-        for process in self.workers.values():
-            process.wait(10)
-            process.stdout.close()
+        late = [name for name, process in self.workers.items() if not _has_ended(process)]
+        # Before anything is raised: the thread would keep the tests' process from ending.
         self._stop.set()
         self._thread.join(15)
+        assert not late, f"{late} did not end when they were told to"
+
+
+def _has_ended(process: subprocess.Popen[str]) -> bool:
+    """Wait for a process that was told to end, and end it where it does not."""
+    try:
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(10)
+        return False
+    finally:
+        process.stdout.close()
+    return True
 
 
 @contextlib.contextmanager

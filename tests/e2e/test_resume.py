@@ -56,6 +56,7 @@ class Stream:
         self.logprobs: list[float] = []
         self.last: dict = {}
         self.num_chunks = 0
+        self.last_reason = ""
         self.has_ended = False
 
     def read(self) -> Stream:
@@ -76,6 +77,7 @@ class Stream:
         assert "error" not in self.last, self.last
         for choice in self.last["choices"]:
             self.text += choice["text"]
+            self.last_reason = choice["finish_reason"] or self.last_reason
             if choice.get("logprobs"):
                 self.logprobs += choice["logprobs"]["token_logprobs"]
             self.num_chunks += 1
@@ -92,14 +94,28 @@ def busy_worker(cluster, pool: str) -> str:
     return found[0]
 
 
-@pytest.mark.parametrize("how", SAMPLING)
+def sampling_of(cluster, how: str) -> dict:
+    if how != "stop":
+        return SAMPLING[how]
+    # A text that is met late and across tokens, and nowhere before.
+    text = Stream(cluster, temperature=0.0).read().text
+    found = (
+        text[start : start + 9]
+        for start in range(len(text) // 2, len(text) - 9)
+        if text.index(text[start : start + 9]) == start
+    )
+    return {"temperature": 0.0, "stop": [next(found)]}
+
+
+@pytest.mark.parametrize("how", [*SAMPLING, "stop"])
 @pytest.mark.timeout(180)
 def test_a_decode_worker_that_is_killed_in_mid_stream_is_invisible(cluster, how):
     """P-20: the joined text equals the undisturbed one; another process gave the rest."""
-    expected = Stream(cluster, **SAMPLING[how]).read()
+    sampling = sampling_of(cluster, how)
+    expected = Stream(cluster, **sampling).read()
     assert expected.last["pdserve"]["timeline"]["num_resumed"] == 0
 
-    stream = Stream(cluster, **SAMPLING[how])
+    stream = Stream(cluster, **sampling)
     reading = threading.Thread(target=stream.read)
     reading.start()
     wait_until(lambda: stream.num_chunks >= KILL_AT, 30, "the stream does not come")
@@ -119,7 +135,9 @@ def test_a_decode_worker_that_is_killed_in_mid_stream_is_invisible(cluster, how)
     for name in ("prompt_tokens", "completion_tokens"):  # what was cached may differ
         assert stream.last["usage"][name] == expected.last["usage"][name]
     assert stream.logprobs == pytest.approx(expected.logprobs, abs=1e-3)
-    if "logprobs" in SAMPLING[how]:
+    if "stop" in sampling:
+        assert stream.last_reason == expected.last_reason == "stop"
+    if "logprobs" in sampling:
         assert len(stream.logprobs) == NUM_TOKENS
 
     cluster.start_worker("decode", victim)

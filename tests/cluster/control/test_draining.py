@@ -8,11 +8,14 @@ from cluster.config import Device, Role, TransportKind
 from cluster.control.admission import objection
 from cluster.control.facts import ExportRef
 from cluster.control.orders import give_order
+from cluster.control.planner import Planner
 from cluster.control.readiness import can_serve, faults, missing_roles
+from cluster.control.settings import ControlSettings
 from cluster.errors import InvalidRequest, NoWorker
 from tests.cluster.control.conftest import until
 from tests.cluster.control.factory import (
     grants,
+    make_config,
     make_pool,
     make_registration,
     rejects,
@@ -105,6 +108,18 @@ def test_orders_name_what_they_cannot_do():
     story.planner.worker_stream_lost("decode-1", "decode-1-i", story.now)
     with pytest.raises(InvalidRequest, match="decode-1 cannot be told"):
         check("decode-1", Role.PREFILL)
+
+
+def test_a_worker_of_a_scaled_pool_keeps_its_role():
+    """What scaling goes by is how many serve in the pool's role."""
+    scaled = dataclasses.replace(make_pool("p", Role.PREFILL), min=1, max=3)
+    config = make_config(scaled, make_pool("d", Role.DECODE))
+    planner = Planner(config, term=1, settings=ControlSettings(), now=0.0)
+    registration = make_registration(scaled)
+    planner.register(registration, 0.0)
+    with pytest.raises(InvalidRequest, match="pool p has a min and a max"):
+        planner.check_order(registration.worker_id, Role.MIXED)
+    assert planner.check_order(registration.worker_id, None).pool == "p"
 
 
 def test_a_role_that_a_pool_does_not_fit_is_refused_with_the_key():

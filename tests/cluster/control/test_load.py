@@ -33,7 +33,7 @@ def test_sums_are_by_pool():
         (DECODE, 0, {"num_running": 2, "num_waiting": 1, "blocks": half}),
     ).load()
     assert (load.pool("p").num_workers, load.pool("d").num_workers) == (2, 1)
-    assert (load.pool("p").queued_tokens, load.pool("p").computed_tokens) == (70, 1000.0)
+    assert load.pool("p").queued_tokens == 70
     assert load.pool("d").num_sequences == 3
     assert load.pool("d").held_tokens == 30 * DECODE.block_size
     assert abs(load.pool("d").step_base_s - 0.01) < 1e-9
@@ -56,3 +56,23 @@ def test_what_is_granted_is_coming_and_what_has_no_worker_waits():
 def test_a_worker_that_drains_is_no_capacity():
     load = planner_of((DECODE, 0, {"is_draining": True}), (DECODE, 1, {"num_running": 1})).load()
     assert (load.pool("d").num_workers, load.pool("d").num_sequences) == (1, 1)
+
+
+def test_what_was_computed_counts_once_whoever_comes_and_goes():
+    """A worker that comes back with all that it ever computed is no burst of arrivals."""
+    planner = planner_of((PREFILL, 0, {"counters": {"prefilled_tokens": 10_000.0}}))
+    registration = register(PREFILL, 0)
+    who = (registration.worker_id, registration.incarnation)
+
+    def computed(count: float) -> float:
+        report = make_report(registration, counters={"prefilled_tokens": count})
+        planner.report(*who, report, 101.0)
+        return planner.load().pool("p").computed_tokens
+
+    assert planner.load().pool("p").computed_tokens == 0.0
+    assert computed(10_300.0) == 300.0
+    planner.worker_left(*who, "stopping", 101.0)
+    assert planner.load().pool("p").computed_tokens == 300.0
+    planner.register(registration, 101.0)
+    assert computed(10_400.0) == 300.0
+    assert computed(10_450.0) == 350.0

@@ -443,7 +443,7 @@ class TestStop:
         world.loop.start()
         sequence = world.add()
         assert gate.entered.wait(WAIT_S)
-        world.loop.stop(0.01)
+        assert not world.loop.stop(0.01), "its step goes on"
         assert sequence.key not in world.told.ends
         gate.opened.set()
         assert isinstance(world.told.wait_for_end(sequence).error, Cancelled)

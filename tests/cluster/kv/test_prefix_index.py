@@ -153,3 +153,16 @@ def test_names_that_nobody_asks_for_are_bounded_and_the_loss_is_told(monkeypatch
     index.miss(range(20, 25))
     assert index.take_gone() == ((24,), True)
     assert index.take_gone() == ((), False)
+
+
+def test_a_name_that_two_tenants_share_is_of_the_block_named_last():
+    """Routers and workers may not agree for a while on what a pool shares."""
+    index = make_prefix_index()
+    first, second = names(index, tenant="a")[0], names(index, tenant="b")[0]
+    index.put(first, 1)
+    index.put(second, 2)
+    index.name(first, 7)
+    index.name(second, 7)
+    index.forget(2)
+    index.forget(1)
+    assert index.take_gone() == ((7,), False)
