@@ -296,7 +296,8 @@ class LimitsConfig:
     """For what runs on a worker or router that is told to end; what is left then goes on elsewhere.
     One that has nothing left ends at once."""
     stream_kv: bool = True
-    """Whether finished blocks are sent while later chunks compute; else all at the end."""
+    """Whether finished layers and blocks are sent while later ones are computed; else all at the
+    end."""
     link_idle_s: float = 60.0
     """A link that carried nothing for so long is closed; the next handoff dials a new one."""
     kv_digest: bool = False
