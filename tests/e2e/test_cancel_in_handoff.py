@@ -5,9 +5,10 @@ import pytest
 from tests.e2e.fault_cells import STATES, Scene
 from tests.e2e.leaving import DOORS, GrpcCall, narrow_pair
 from tests.e2e.plain_cluster import wait_until
-from tests.e2e.process_cluster import process_cluster
+from tests.e2e.process_cluster import fault, process_cluster
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(60)]
+STEP_S = 0.15
 NUM_PROMPT = {"sent": 4}
 """Of one chunk where the first message with bytes shall be the last."""
 SINGLE = [state for state in STATES if state != "waiting"]
@@ -47,6 +48,27 @@ def test_leaving_in_mid_handoff_gives_everything_back(state, door, cluster):
     following = GrpcCall(cluster, 48, 4)
     following.wait_end()
     wait_until(lambda: _num_failed(cluster) == 0, 2, "a pool's own check failed")
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_after_leaving_at_most_the_step_that_runs_and_one_more_are_computed(door, cluster):
+    """CASES P-11: steps are slow here, so that tokens count them; gauges fall within 1 s."""
+    cluster.wait_quiet()
+    decode = cluster.faults("decode-0")
+    decode.set(fault("delay", "engine.step", times=0, seconds=STEP_S))
+    before = _num_generated(cluster)
+    call = DOORS[door].call(cluster, 40, 200)
+    wait_until(lambda: _num_generated(cluster) >= before + 3, 10, "it does not decode")
+    at_leaving = _num_generated(cluster)
+    DOORS[door].leave(call)
+    cluster.wait_quiet(1)
+    assert decode.clear()[0] >= 3, "the steps were not slow"
+    assert _num_generated(cluster) - at_leaving <= 3, "a report may be a step late"
+
+
+def _num_generated(cluster) -> float:
+    (decode,) = (w for w in cluster.view().workers if w.worker.worker_id == "decode-0")
+    return decode.report.counters["generated_tokens"]
 
 
 def _num_failed(cluster) -> float:
