@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-STUCK_S = 40.0
+STUCK_S = 30.0
 """Without any of that."""
 _LEAST_WORK = 1.0
 _BYTES_PER_UNIT = 64 << 20

@@ -18,7 +18,9 @@ def test_a_start_that_stands_still_is_given_up():
 
 def test_many_that_idle_do_not_stand_for_one_that_loads():
     watch = StartWatch()
-    idle = [{f"d{number}": 0.013 * second for number in range(9)} for second in range(41)]
+    idle = [
+        {f"d{number}": 0.013 * second for number in range(9)} for second in range(int(STUCK_S) + 1)
+    ]
     assert [watch.is_stuck(WAITS, works, float(at)) for at, works in enumerate(idle)][-1]
 
 

@@ -32,7 +32,9 @@ from tests.e2e.test_worker_deaths import (
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 STILL_S = 30.0
 """Longer than every lease and patience that others have with it."""
-NUM_FRESH = 10
+NUM_FRESH = 24
+PACE_S = 1.0
+"""Its link failed for long, and is tried again by one request in 10 s."""
 NUM_KILLS = 10
 ASK = Ask(num_prompt_tokens=32, max_tokens=16)
 
@@ -81,6 +83,7 @@ def _serves(cluster, prompts: Prompts, number: int, before: float) -> bool:
     stream = prompts.stream(cluster.grpc, number)
     stream.wait_end()
     prompts.check(number, stream)
+    threading.Event().wait(PACE_S)
     cluster.wait_quiet()  # what it reports is the present by then
     return _legs(cluster, "prefill-0") > before
 
