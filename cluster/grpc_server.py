@@ -3,7 +3,8 @@
 A call whose path is no UTF-8 makes grpc.aio 1.85 stop accepting: its port closes for everybody,
 while the calls that run go on. Nobody needs a key to do that, so another server takes the port.
 It then also cancels the tasks in which it asks its core for the next calls, and frees with them
-what the core writes to when it answers: those tasks are kept until it has.
+what the core writes to when it answers: those tasks are kept until it has, and so is the loop that
+its events name.
 
 grpc logs each value of metadata that is no UTF-8, with a traceback: what clients send is no news,
 and may be a secret, so that is dropped.
@@ -12,6 +13,7 @@ and may be a secret, so that is dropped.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -105,7 +107,7 @@ class _Server(_server.Server):
         options: Sequence[tuple[str, Any]],
         maximum_concurrent_rpcs: int | None,
     ) -> None:
-        self._loop = _AskingLoop(asyncio.get_running_loop())
+        self._loop = _asking_loop(asyncio.get_running_loop())
         augmented = _server._augment_channel_arguments(options, None)
         self._server = cygrpc.AioServer(
             self._loop, None, (), tuple(interceptors), augmented, maximum_concurrent_rpcs
@@ -134,6 +136,12 @@ class _AskingLoop:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loop, name)
+
+
+@functools.cache
+def _asking_loop(loop: asyncio.AbstractEventLoop) -> _AskingLoop:
+    """One for each loop, and for ever: the core's events point to it, and do not hold it."""
+    return _AskingLoop(loop)
 
 
 def _tells_no_value(record: logging.LogRecord) -> bool:

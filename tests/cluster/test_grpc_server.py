@@ -1,6 +1,8 @@
 """The servers inside the cluster stay open as the public one does."""
 
 import asyncio
+import gc
+import weakref
 from pathlib import Path
 
 import grpc
@@ -77,3 +79,16 @@ async def test_what_the_core_writes_to_outlives_the_server_that_gave_up():
         await asyncio.sleep(0.01)
     assert not any(task.cancelled() for task in asking)
     await server.stop()
+
+
+async def test_the_loop_that_late_events_name_outlives_the_server():
+    """CASES S-14, P-10: the core's events point to it without holding it."""
+    server, _ = make_health_server(0)
+    await server.start()
+    loop = weakref.ref(server._loop)
+    await server.stop(None)
+    del server
+    gc.collect()
+    assert loop() is not None
+    again, _ = make_health_server(0)
+    assert again._loop is loop(), "a server that is opened again and again leaves no more behind"
