@@ -10,6 +10,7 @@ from cluster.control.server import ControlServer
 from cluster.policy.load import to_stats
 from deploy import node
 from deploy.cores import pin_process
+from deploy.heap import keep_what_start_made
 from deploy.logs import log_to_file
 
 
@@ -26,6 +27,7 @@ class ControlReplica:
         pin_process(config.service_cores)
         self._server = ControlServer(config, SystemClock())
         await self._server.start(config.endpoints.host, config.endpoints.control_port)
+        keep_what_start_made()
 
     async def check_health(self) -> None:
         """Raise where nobody is placed any more; Serve then replaces this replica."""

@@ -14,6 +14,7 @@ from cluster.clock import SystemClock
 from cluster.control.server import ControlServer
 from cluster.errors import EngineFault, PdserveError, StartupError
 from cluster.transport.loopback import LoopbackTransport
+from deploy.heap import keep_what_start_made
 from deploy.hosted_worker import HostedWorker
 from router.ingress import Ingress
 
@@ -103,6 +104,7 @@ class InlineHost:
             stack.push_async_callback(ingress.stop)
             await ingress.start()
             faults = [worker.fault for worker in workers]
+            keep_what_start_made()
             self._started.set()
             stopped = asyncio.create_task(self._stop.wait())
             ends: set[asyncio.Future[Any]] = {stopped, *faults}

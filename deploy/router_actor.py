@@ -9,6 +9,7 @@ from typing import Any
 from cluster import config as deploy_config
 from deploy import node
 from deploy.cores import pin_process
+from deploy.heap import keep_what_start_made
 from deploy.logs import log_to_file
 from router.ingress import Ingress
 
@@ -33,6 +34,7 @@ class RouterReplica:
         checkpoint = await asyncio.to_thread(node.model_folder, model_path)
         self._ingress = Ingress(config, checkpoint)
         await self._ingress.start()
+        keep_what_start_made()
 
     async def check_health(self) -> None:
         """Raise where a door is not open; Serve then replaces this replica."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster import config as deploy_config
 from deploy import cores, node
+from deploy.heap import keep_what_start_made
 from deploy.hosted_worker import HostedWorker
 from deploy.logs import log_to_file
 
@@ -62,6 +63,7 @@ class WorkerReplica:
             cores=self._lease.cores,
         )
         await self._worker.start()
+        keep_what_start_made()
 
     async def check_health(self) -> None:
         """Fail once the worker has, or was drained: Serve then replaces this process."""

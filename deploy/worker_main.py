@@ -19,6 +19,7 @@ from typing import Any
 
 from cluster import config as deploy_config
 from cluster.errors import StartupError
+from deploy.heap import keep_what_start_made
 from deploy.hosted_worker import HostedWorker
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ async def _serve(hosted: HostedWorker, drain_s: float) -> int:
     if starting.done():
         await starting
         worker = hosted.worker
+        keep_what_start_made()
         line = json.dumps({"ready": worker.worker_id, "address": worker.me.address})
         sys.stdout.write(line + "\n")
         sys.stdout.flush()

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from cluster.config import LimitsConfig
     from cluster.control.capacity import Capacity
     from cluster.control.facts import ClusterView
+    from cluster.errors import QueueFull
     from router.calls import CallPlan
     from router.checked import Checked
     from router.dispatch import Dispatcher
@@ -64,6 +65,7 @@ READY_MAX_AGE_S = 6.0
 """With an older one nobody else should send requests here, though those that come still wait."""
 _RETRY_AFTER_S = 1.0
 CONTROL_PLANE = "control plane"
+ROUTER = "router"
 MAX_WATCHERS = 256
 """Clients that watch the cluster through one router."""
 
@@ -120,6 +122,7 @@ class Service:
         self._door = door or Door()
         self._streams = StreamsPerKey(limits.max_streams_per_key)
         self._num_at_edge = self._num_watching = 0
+        self._is_leaving = self._is_shut = False
         self.num_reading = 0
         """Calls whose body is on its way."""
         max_prompt_chars = model.max_model_len * codec.max_token_chars
@@ -144,6 +147,25 @@ class Service:
         """End all requests as cancelled and give back what they hold; idempotent."""
         await self.dispatcher.stop()
         self._intake.close()
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that are here, from their body's first byte to their end; watchers don't count."""
+        return self.dispatcher.num_open + self._num_at_edge + self.num_reading
+
+    def leave(self) -> None:
+        """Be ready no more; whoever comes is served still."""
+        self._is_leaving = True
+
+    def shut(self) -> None:
+        """Refuse whoever comes, and send away who watches; what runs goes on."""
+        self._is_leaving = self._is_shut = True
+
+    def check_open(self) -> None:
+        """Raise NoWorker once this router is shut."""
+        if self._is_shut:
+            reason = "this router is shutting down"
+            raise NoWorker(reason, stage="edge", retry_after_s=_RETRY_AFTER_S)
 
     @contextlib.contextmanager
     def admission(self, caller: Caller = ANYBODY) -> Iterator[None]:
@@ -227,6 +249,7 @@ class Service:
     @contextlib.contextmanager
     def watching(self, caller: Caller) -> Iterator[None]:
         """Hold a place for one who watches the cluster; raises QueueFull where there is none."""
+        self.check_open()
         if self._num_watching >= MAX_WATCHERS:
             reason = f"{MAX_WATCHERS} clients watch the cluster, the most there may be"
             raise ClusterFull(reason, stage="edge", retry_after_s=_RETRY_AFTER_S)
@@ -282,6 +305,8 @@ class Service:
         whose engine hangs in 7 s. Decode workers prefill by themselves while there is no prefill
         worker, or no link that works.
         """
+        if self._is_leaving:
+            return Readiness((ROUTER,), (f"{ROUTER}: it is shutting down",))
         view = self._fresh_view(READY_MAX_AGE_S)
         if view is None:
             return Readiness((CONTROL_PLANE,), (f"{CONTROL_PLANE}: it does not answer",))
@@ -321,10 +346,11 @@ class Service:
     def _refuse_new(self, caller: Caller) -> None:
         self._refuse_if_full(1)
         view = self._fresh_view()
-        if view is not None and (full := self._gate.full(view, caller)) is not None:
-            raise full
+        if view is not None:
+            _raise(self._gate.full(view, caller))
 
     def _refuse_if_full(self, num_more: int) -> None:
+        self.check_open()
         if self._num_at_edge + self.dispatcher.num_open + num_more > self.max_open_calls:
             view = self._fresh_view()
             raise ClusterFull(
@@ -351,5 +377,18 @@ class Service:
         elif not may_wait(view):
             reason = f"not ready: {lack(missing_roles(view), view.refused)}"
             raise NoWorker(reason, stage="edge", retry_after_s=_RETRY_AFTER_S)
-        elif (refusal := self._gate.refusal(view, checked, caller)) is not None:
-            raise refusal
+        else:
+            _raise(self._gate.refusal(view, checked, caller))
+
+
+def _raise(error: QueueFull | None) -> None:
+    """Raise it, if there is one, and name it no longer.
+
+    A frame that names its error is a cycle with it, which keeps all that a refused call had: after
+    a thousand of those the collector stops the loop for 50 ms.
+    """
+    if error is not None:
+        try:
+            raise error
+        finally:
+            del error

@@ -24,6 +24,7 @@ from deploy.bench import stand_in
 from deploy.bench.pinned import PinnedChild
 from deploy.bench.report import Bar, Row, percentile
 from deploy.cores import pin_process
+from deploy.heap import keep_what_start_made
 
 if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping
@@ -171,6 +172,7 @@ def start(arguments: dict[str, Any]) -> Callable[[dict[str, Any]], Any]:
     seconds: list[float] = []
     router.api.add_middleware(_Watch, seconds=seconds)
     router.start()
+    keep_what_start_made()
 
     def respond(message: dict[str, Any]) -> Any:
         if message["ask"] == "port":

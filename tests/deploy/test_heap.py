@@ -1,4 +1,4 @@
-"""The allocator's settings: taken where it is glibc's, and said where it is not."""
+"""The allocator's settings: taken where it is glibc's, and said where not; the collector's."""
 
 import ctypes
 import subprocess
@@ -20,3 +20,13 @@ def test_another_allocator_is_told_of(monkeypatch, caplog):
     monkeypatch.setattr(ctypes, "CDLL", no_library)
     assert not heap.keep_freed_memory()
     assert "not glibc" in caplog.text
+
+
+def test_what_start_made_is_not_looked_at_again():
+    script = """
+import gc
+from deploy.heap import keep_what_start_made
+keep_what_start_made()
+raise SystemExit(not gc.get_freeze_count() > 1000 or len(gc.get_objects()) > 1000)
+"""
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
+import weakref
 
 import pytest
 
@@ -81,6 +83,36 @@ async def test_calls_that_are_being_checked_take_their_place_in_the_queue():
                 pass
         with service.admission():
             pass
+
+
+async def test_a_refused_call_leaves_nothing_for_the_garbage_collector():
+    """P-25: after a thousand of them it would stop the loop, and those that wait to be refused."""
+
+    async with waiting_router() as (_, service):
+        await fill(service, 12)
+        for ask in (read, ask_whole):
+            gc.collect()
+            gc.disable()
+            try:
+                error = await ask(service)
+                assert error() is None, ask.__name__
+            finally:
+                gc.enable()
+
+
+async def read(service):
+    try:
+        with service.reading(Caller(), generates=True):
+            raise AssertionError("read")
+    except QueueFull as error:
+        return weakref.ref(error)
+
+
+async def ask_whole(service):
+    try:
+        await service.generate(HELLO)
+    except QueueFull as error:
+        return weakref.ref(error)
 
 
 async def test_what_waits_at_other_routers_counts_with_the_next_view():
