@@ -31,6 +31,7 @@ from cluster.transport.base import (
     Transport,
     TransportError,
 )
+from cluster.transport.interfaces import interface_of
 from cluster.transport.transfer_lock import TransferLock
 
 if TYPE_CHECKING:
@@ -51,7 +52,8 @@ class TorchDistTransport(Transport):
     """Channels over process groups of two; ``device`` picks the backend.
 
     ``bind_host`` is the address that gloo listens on and tells its peers; loopback unless the
-    workers are on several machines.
+    workers are on several machines. NCCL takes the interface that has it. Raises StartupError
+    where none of this machine's does.
     """
 
     kind = TransportKind.TORCH_DIST
@@ -59,6 +61,8 @@ class TorchDistTransport(Transport):
     def __init__(self, *, device: str = "cpu", bind_host: str = "127.0.0.1") -> None:
         self.device = device
         self._bind_host = bind_host
+        is_cuda = torch.device(device).type == "cuda"
+        self._nccl_interface = f"={interface_of(bind_host)}" if is_cuda else ""
         self._transfer_lock = TransferLock()
 
     def open(self, *, link_id: str, rank: int, rendezvous: Rendezvous, timeout_s: float) -> Channel:
@@ -86,7 +90,7 @@ class TorchDistTransport(Transport):
         return gloo(store, rank, 2, options)
 
     def _make_nccl(self, store: RendezvousStore, rank: int) -> Group:
-        os.environ.update(_NCCL_ENVIRONMENT)
+        os.environ.update(_NCCL_ENVIRONMENT, NCCL_SOCKET_IFNAME=self._nccl_interface)
         nccl: Any = dist.ProcessGroupNCCL
         options = nccl.Options()
         options._timeout = _NCCL_TIMEOUT
