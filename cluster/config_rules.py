@@ -50,6 +50,7 @@ def check(config: DeployConfig) -> None:
     for section, names_of_positive in {**_POSITIVE, "limits": limits}.items():
         for name in names_of_positive:
             _check_positive(f"{section}.{name}", getattr(getattr(config, section), name))
+    _check_transports(config)
     _check_tiers(config.scheduling)
     _check_floors(config)
     _check_faults(config)
@@ -251,12 +252,29 @@ def _check_hardware(pool: PoolConfig, config: DeployConfig) -> None:
             field=f"{path}.gpus_per_worker",
         )
     is_pair = pool.role is not Role.MIXED
-    if is_pair and pool.gpus_per_worker < 1 and config.transport is TransportKind.TORCH_DIST:
+    is_torch = config.transport_of(pool) is TransportKind.TORCH_DIST
+    if is_pair and pool.gpus_per_worker < 1 and is_torch:
         raise ConfigError(
             f"{path}.gpus_per_worker: NCCL cannot connect two workers on one GPU: use transport "
             "auto, or role mixed",
             field=f"{path}.gpus_per_worker",
         )
+
+
+def _check_transports(config: DeployConfig) -> None:
+    """Any two workers may have to link: what one pool takes the others have to take as well."""
+    for own in config.pools:
+        for other in config.pools:
+            kinds = {config.transport_of(own), config.transport_of(other)}
+            if len(kinds) > 1 and (
+                TransportKind.AUTO not in kinds or TransportKind.LOOPBACK in kinds
+            ):
+                names = " and ".join(sorted(kind.value for kind in kinds))
+                raise ConfigError(
+                    f"pools.{own.name}.transport, pools.{other.name}.transport: {names} have "
+                    "nothing in common; auto takes torch_dist and shm",
+                    field=f"pools.{own.name}.transport",
+                )
 
 
 def _check_positive(path: str, value: float) -> None:

@@ -142,6 +142,9 @@ class PoolConfig:
     """Ray's word for the hardware that the workers need, like H100; empty: any."""
     node_labels: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Labels that a node has to have."""
+    transport: TransportKind | None = None
+    """How its workers move KV; None: as the cluster's do. Pools may differ where they have one in
+    common: AUTO takes both of the others."""
     cost_per_hour: float = 0.0
     """Of one worker, in whatever currency all pools use."""
     prefill_tokens_per_s: float = 0.0
@@ -344,6 +347,7 @@ class DeployConfig:
     service_cores: tuple[int, ...] = ()
     """CPU cores of all that is no worker (routers, control plane, Ray); empty: not pinned."""
     transport: TransportKind = TransportKind.TORCH_DIST
+    """Of the pools that name none."""
     model: ModelConfig = field(default_factory=ModelConfig)
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
     scaling: ScalingConfig = field(default_factory=ScalingConfig)
@@ -360,3 +364,12 @@ class DeployConfig:
             if pool.name == name:
                 return pool
         raise config_tree.refused("pools", name, [pool.name for pool in self.pools], what="pool")
+
+    def transport_of(self, pool: PoolConfig) -> TransportKind:
+        """Return how the workers of a pool move KV."""
+        return pool.transport or self.transport
+
+    @property
+    def transports(self) -> frozenset[TransportKind]:
+        """Those of all pools."""
+        return frozenset(map(self.transport_of, self.pools))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
+import types
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -94,6 +95,10 @@ def _value(hint: Any, value: Any, path: str) -> Any:
             raise ConfigError(f"{path}: expected names and values, got {value!r}", field=path)
         kind = typing.get_args(hint)[1]
         return {_scalar(str, k, path): _value(kind, v, f"{path}.{k}") for k, v in value.items()}
+    if typing.get_origin(hint) is types.UnionType:
+        # The only kind there is: something, or None where the file says nothing.
+        (inner,) = (kind for kind in typing.get_args(hint) if kind is not types.NoneType)
+        return None if value is None else _value(inner, value, path)
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return build(hint, value, path)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):

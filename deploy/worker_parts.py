@@ -121,7 +121,7 @@ def load_parts(
         runner=runner,
         speed=measure_speed(runner, pool, max_model_len, SystemClock()),
         tokenizer=loaded.tokenizer,
-        transport=transport or _make_transport(config.transport, str(device), own_address(config)),
+        transport=transport or _make_transport(config, pool, str(device)),
         pin=pin,
         copier=_make_copier(config, pool, cache),
     )
@@ -174,22 +174,26 @@ def _make_copier(config: DeployConfig, pool: PoolConfig, cache: PagedCache) -> S
         ) from error
 
 
-def _make_transport(kind: TransportKind, device: str, host: str) -> Transport:
+def _make_transport(config: DeployConfig, pool: PoolConfig, device: str) -> Transport:
+    kind, host = config.transport_of(pool), own_address(config)
+    # Where pools differ, both ends of a link have to find out what they have in common.
+    differ = len(config.transports) > 1
     match kind:
         case TransportKind.LOOPBACK:
             raise StartupError(
                 "transport loopback moves KV inside one process only; use host inline, "
                 "or transport auto"
             )
-        case TransportKind.TORCH_DIST:
-            return TorchDistTransport(device=device, bind_host=host)
         case TransportKind.SHM | TransportKind.AUTO if sys.platform != "linux":
             raise StartupError(f"transport {kind.value} needs Linux; use transport torch_dist")
         case TransportKind.SHM:
-            return ShmTransport(device=device)
-        case TransportKind.AUTO:
+            near = ShmTransport(device=device)
+            return AutoTransport(device=device, near=near, kind=kind) if differ else near
+        case TransportKind.TORCH_DIST | TransportKind.AUTO:
             far = TorchDistTransport(device=device, bind_host=host)
-            return AutoTransport(device=device, far=far)
+            if kind is TransportKind.AUTO or differ:
+                return AutoTransport(device=device, far=far, kind=kind)
+            return far
 
 
 def make_block_pool(config: DeployConfig, pool: PoolConfig, layout: KVLayout) -> BlockPool:

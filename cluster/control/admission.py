@@ -77,7 +77,7 @@ def _expectations(
 ) -> list[tuple[str, object, object]]:
     expectations: list[tuple[str, object, object]] = [
         ("role", pool.role.value, (new.pool_role or new.role).value),
-        ("transport", config.transport.value, new.transport),
+        ("transport", config.transport_of(pool).value, new.transport),
         ("max_num_seqs", pool.max_num_seqs, new.num_slots),
         ("num_blocks", pool.num_blocks, new.num_blocks),
         ("block_size", pool.block_size, new.block_size),

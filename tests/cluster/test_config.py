@@ -97,6 +97,36 @@ def test_a_key_file_is_named_wherever_routers_start():
         config.from_tree({**TREE, "auth": {"key": "sk-0123456789"}})
 
 
+def _pools(*transports):
+    roles = ("prefill", "decode")
+    return [
+        {"name": role, "role": role} | ({"transport": kind} if kind else {})
+        for role, kind in zip(roles, transports, strict=True)
+    ]
+
+
+def test_a_pool_may_have_a_transport_of_its_own():
+    loaded = config.from_tree({"transport": "auto", "pools": _pools("torch_dist", None)})
+    kinds = [loaded.transport_of(pool).value for pool in loaded.pools]
+    assert kinds == ["torch_dist", "auto"]
+    assert config.from_tree(config.to_tree(loaded)) == loaded
+
+
+@pytest.mark.parametrize(
+    ("cluster", "prefill", "decode", "named"),
+    [
+        ("auto", "shm", "torch_dist", "shm and torch_dist"),
+        ("torch_dist", None, "shm", "shm and torch_dist"),
+        ("auto", "loopback", None, "auto and loopback"),
+        ("auto", "nccl", None, "transport"),
+    ],
+)
+def test_pools_that_could_not_link_are_refused(cluster, prefill, decode, named):
+    with pytest.raises(ConfigError, match=named) as caught:
+        config.from_tree({"transport": cluster, "pools": _pools(prefill, decode)})
+    assert "transport" in caught.value.message
+
+
 OFF = {"preemption": "off"}
 SWAP = {"preemption": "swap"}
 

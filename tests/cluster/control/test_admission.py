@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from cluster.config import Dtype, PoolConfig, Role
+from cluster.config import Dtype, PoolConfig, Role, TransportKind
 from cluster.control.facts import BlockCounts
 from cluster.control.readiness import can_serve, missing_roles
 from cluster.errors import NoWorker, StartupError
@@ -109,6 +109,13 @@ def test_a_stated_kv_dtype_is_checked():
     message = refusal(story, registration(decode, dtype="fp32"))
     assert message == "layout.dtype: bf16 in the deploy file, fp32 at the worker"
     story.join(registration(decode, dtype="bf16"))
+
+
+def test_a_pool_with_a_transport_of_its_own_is_held_to_it():
+    decode = pool("decode", Role.DECODE, transport=TransportKind.AUTO)
+    story = Story(pool("prefill", Role.PREFILL), decode, counts={"decode": 0})
+    message = refusal(story, registration(decode))
+    assert message == "transport: auto in the deploy file, torch_dist at the worker"
 
 
 def test_charges_bytes_and_room_go_by_each_workers_own_blocks():

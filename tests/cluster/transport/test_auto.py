@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from cluster.config import TransportKind
-from cluster.transport.auto import AutoTransport, is_near, place_of
-from cluster.transport.base import Rendezvous, TransportError
+from cluster.transport.auto import FAR, NEAR, AutoTransport, choose, place_of
+from cluster.transport.base import Channel, Rendezvous, TransportError
 from cluster.transport.loopback import LoopbackTransport
 from cluster.transport.shm import ShmTransport, host_id
 
@@ -30,26 +30,72 @@ class Board(Rendezvous):
             return self.entries[key]
 
 
+def open_both(ends: list[AutoTransport]) -> list[Channel]:
+    board = Board()
+    with ThreadPoolExecutor(2) as threads:
+        return list(
+            threads.map(
+                lambda rank: ends[rank].open(
+                    link_id="p/1", rank=rank, rendezvous=board, timeout_s=10
+                ),
+                range(2),
+            )
+        )
+
+
+BOTH, SHM, TORCH = b"near far", b"near", b"far"
+
+
 @pytest.mark.parametrize(
-    ("ours", "theirs", "near"),
+    ("ours", "theirs", "way"),
     [
-        ("a cpu", "a cpu", True),
-        ("a cpu", "b cpu", False),
-        ("a cpu", "a gpu-1", True),
-        ("a gpu-1", "a gpu-1", True),
-        ("a gpu-1", "a gpu-2", False),
-        ("a gpu-1", "b gpu-2", False),
+        (b"a cpu", b"a cpu", NEAR),
+        (b"a cpu", b"b cpu", FAR),
+        (b"a cpu", b"a gpu-1", NEAR),
+        (b"a gpu-1", b"a gpu-1", NEAR),
+        (b"a gpu-1", b"a gpu-2", FAR),
+        (b"a gpu-1", b"b gpu-2", FAR),
     ],
 )
-def test_links_within_a_host_are_near_unless_nccl_has_a_way(ours: str, theirs: str, near: bool):
-    assert is_near(ours.encode(), theirs.encode()) is near
-    assert is_near(theirs.encode(), ours.encode()) is near
+def test_links_within_a_host_are_near_unless_nccl_has_a_way(ours, theirs, way):
+    ours, theirs = ours + b" " + BOTH, theirs + b" " + BOTH
+    assert choose(ours, theirs) == choose(theirs, ours) == way
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "ways", "way"),
+    [
+        (b"a cpu", b"a cpu", TORCH, FAR),
+        (b"a cpu", b"a cpu", SHM, NEAR),
+        (b"a gpu-1", b"a gpu-2", SHM, NEAR),
+        (b"a cpu", b"b cpu", SHM, None),
+        (b"a gpu-1", b"a gpu-1", TORCH, None),
+        (b"a cpu", b"a gpu-1", TORCH, None),
+    ],
+)
+def test_an_end_that_takes_one_way_only_gets_that_or_an_error(ours, theirs, ways, way):
+    ours, theirs = ours + b" " + BOTH, theirs + b" " + ways
+    for pair in ((ours, theirs), (theirs, ours)):
+        if way is not None:
+            assert choose(*pair) == way
+            continue
+        with pytest.raises(TransportError, match="no transport in common that both pools take"):
+            choose(*pair)
 
 
 def test_a_cpu_and_a_gpu_on_two_hosts_are_told_that_nothing_links_them():
-    for ours, theirs in ((b"a cpu", b"b gpu-1"), (b"b gpu-1", b"a cpu")):
-        with pytest.raises(TransportError, match="no transport in common"):
-            is_near(ours, theirs)
+    ends = (b"a cpu near far", b"b gpu-1 near far")
+    for ours, theirs in (ends, ends[::-1]):
+        with pytest.raises(TransportError, match="on different hosts have no transport in common"):
+            choose(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", [TransportKind.SHM, TransportKind.TORCH_DIST])
+def test_a_pool_of_one_transport_links_with_one_that_takes_both(kind: TransportKind):
+    channels = open_both([AutoTransport(), AutoTransport(kind=kind)])
+    assert [channel.kind for channel in channels] == [kind, kind]
+    for channel in channels:
+        channel.close()
 
 
 @pytest.mark.parametrize("is_apart", [False, True])
@@ -58,16 +104,7 @@ def test_both_ends_come_to_the_same_choice_and_name_it(is_apart: bool):
     ends = [AutoTransport(far=far), AutoTransport(far=far)]
     if is_apart:
         ends[1]._place = place_of("cpu", lambda: "another-host")
-    board = Board()
-    with ThreadPoolExecutor(2) as threads:
-        channels = list(
-            threads.map(
-                lambda rank: ends[rank].open(
-                    link_id="p/1", rank=rank, rendezvous=board, timeout_s=10
-                ),
-                range(2),
-            )
-        )
+    channels = open_both(ends)
     chosen = TransportKind.LOOPBACK if is_apart else TransportKind.SHM
     assert [channel.kind for channel in channels] == [chosen, chosen]
     for channel in channels:
