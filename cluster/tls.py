@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import grpc
 import grpc.aio
 
+from cluster.certificates import is_trusted_by
 from cluster.errors import StartupError
 
 if TYPE_CHECKING:
@@ -97,6 +98,8 @@ class DoorTls:
         _prove(_server_context(files), _client_context(files), files, "")
         self.context = _server_context(files, clients_ca=clients_ca)
         """For the HTTP door."""
+        if clients_ca and security.cluster_ca_file:
+            _check_apart(clients_ca, security.cluster_ca_file)
         self._server_credentials = grpc.ssl_server_credentials(
             [(key, certificate)], root_certificates=roots, require_client_auth=bool(clients_ca)
         )
@@ -162,6 +165,20 @@ def _load_ca(context: ssl.SSLContext, name: str, path: str) -> None:
         context.load_verify_locations(path)
     except ssl.SSLError as error:
         raise StartupError(f"{name}: {path} holds no certificate") from error
+
+
+def _check_apart(clients_ca: str, cluster_ca: str) -> None:
+    """Raise StartupError where whoever may be a client could be a member too."""
+    _pem("security.cluster_ca_file", cluster_ca)
+    clients, members = (ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) for _ in range(2))
+    _load_ca(clients, "security.door_clients_ca_file", clients_ca)
+    _load_ca(members, "security.cluster_ca_file", cluster_ca)
+    if is_trusted_by(clients, members):
+        raise StartupError(
+            f"security.door_clients_ca_file: {clients_ca} has the CA of "
+            f"security.cluster_ca_file, {cluster_ca}, or one that it has signed: each client would "
+            "be a member of the cluster"
+        )
 
 
 def _load_chain(context: ssl.SSLContext, files: _Files) -> None:

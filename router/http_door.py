@@ -13,17 +13,22 @@ import uvicorn
 
 from cluster.errors import StartupError
 from router.http_guard import GuardedConnection, HttpCaps
+from router.https_listener import HttpsListener
 from router.shares import Shares
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Iterator
 
     from fastapi import FastAPI
 
     from cluster.tls import DoorTls
+    from router.shares import Places
 
 _BACKLOG = 1024
 _GRACE_S = 1
+_LAST_HEADS_S = 0.25
+"""For those who connected just before the door was closed to say what they want."""
 
 
 class HttpDoor:
@@ -41,9 +46,11 @@ class HttpDoor:
         """With ``tls``, nothing else is spoken."""
         caps = caps or HttpCaps()
         places = Shares(caps.max_connections, caps.max_per_address)
-        connection = functools.partial(GuardedConnection, caps=caps, places=places)
+        self._lets_go = False
+        connection = functools.partial(GuardedConnection, caps=caps, lets_go=lambda: self._lets_go)
         self._host = host
-        self._port = port
+        self.port = port
+        """Once it is open, where."""
         self._server = _Server(
             uvicorn.Config(
                 api,
@@ -57,8 +64,9 @@ class HttpDoor:
                 proxy_headers=False,
                 server_header=False,
                 timeout_graceful_shutdown=_GRACE_S,
-                ssl_context_factory=None if tls is None else lambda *_: tls.context,
             ),
+            places,
+            None if tls is None else tls.context,
             caps.head_timeout_s,
         )
         self._serving: asyncio.Task[None] | None = None
@@ -76,15 +84,20 @@ class HttpDoor:
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            listener.bind((self._host, self._port))
+            listener.bind((self._host, self.port))
             listener.listen(_BACKLOG)
         except OSError as error:
             listener.close()
             raise StartupError(
-                f"cannot listen on {self._host}:{self._port} for HTTP: {error.strerror}"
+                f"cannot listen on {self._host}:{self.port} for HTTP: {error.strerror}"
             ) from error
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
-        return int(listener.getsockname()[1])
+        self.port = int(listener.getsockname()[1])
+        return self.port
+
+    def let_go(self) -> None:
+        """End each connection with its next answer: its client connects again, elsewhere."""
+        self._lets_go = True
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Refuse new calls and end those that run after ``grace_s``, or a second; idempotent.
@@ -93,38 +106,64 @@ class HttpDoor:
         """
         serving, self._serving = self._serving, None
         if serving is not None:
+            self._server.last_heads_s = min(grace_s, _LAST_HEADS_S)
             self._server.config.timeout_graceful_shutdown = max(_GRACE_S, math.ceil(grace_s))
             self._server.should_exit = True
             await serving
 
 
 class _Server(uvicorn.Server):
-    """Give a TLS handshake as long as a request's head."""
+    """Listens by our own rules; the rest is uvicorn's."""
 
-    def __init__(self, config: uvicorn.Config, handshake_timeout_s: float) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        places: Shares,
+        tls: ssl.SSLContext | None,
+        handshake_timeout_s: float,
+    ) -> None:
         super().__init__(config)
+        self._places = places
+        self._tls = tls
         self._handshake_timeout_s = handshake_timeout_s
+        self.last_heads_s = 0.0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve on the sockets; uvicorn's own waits a minute for a peer that says nothing."""
-        make = functools.partial(
-            cast("Any", self.config.http_protocol_class),
+        """Serve on the sockets."""
+        self.servers = [await self._listen(each) for each in sockets or ()]
+        self.started = True
+
+    async def _listen(self, listener: socket.socket) -> Any:
+        if self._tls is not None:
+            return HttpsListener(
+                listener,
+                self._tls,
+                make=self._make,
+                places=self._places,
+                handshake_timeout_s=self._handshake_timeout_s,
+            )
+        make = functools.partial(self._make, self._places)
+        loop = asyncio.get_running_loop()
+        return await loop.create_server(make, sock=listener, backlog=_BACKLOG)
+
+    def _make(self, places: Places) -> asyncio.Protocol:
+        protocol: asyncio.Protocol = cast("Any", self.config.http_protocol_class)(
             config=self.config,
             server_state=self.server_state,
             app_state=self.lifespan.state,
+            places=places,
         )
-        tls = self.config.ssl
-        self.servers = [
-            await asyncio.get_running_loop().create_server(
-                make,
-                sock=each,
-                ssl=tls,
-                ssl_handshake_timeout=self._handshake_timeout_s if tls is not None else None,
-                backlog=_BACKLOG,
-            )
-            for each in sockets or ()
-        ]
-        self.started = True
+        return protocol
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close the door, and after a moment each connection without a call.
+
+        Who listens on a socket closes it.
+        """
+        for server in self.servers:
+            server.close()
+        await asyncio.sleep(self.last_heads_s)
+        await super().shutdown(None if self._tls is not None else sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

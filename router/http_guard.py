@@ -3,7 +3,8 @@
     connection ──too many? 503──▶ head (64 KiB, head_timeout_s) ──▶ request ──▶ next head ...
 
 A peer that sends half a head, reads nothing, or does not close is cut off; a request's own
-deadline is the application's business, which finds ``ABORT`` among the scope's extensions.
+deadline is the application's business, which finds ``ABORT`` among the scope's extensions. Before
+all that a TLS connection shakes hands (``https_listener``), and is counted meanwhile.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
-    from router.shares import Shares
+    from router.shares import Places
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,8 @@ class HttpCaps:
     """Connections of one client's address."""
     max_head_bytes: int = 64 << 10
     head_timeout_s: float = 10.0
-    """From the connection, or the end of an answer, to the end of the next request's head."""
+    """From the connection, or the end of an answer, to the end of the next request's head; and for
+    shaking hands."""
     stall_timeout_s: float = 30.0
     """For a peer to read anything once our buffer is full, and to take the rest at the end."""
     discard_s: float = 1.0
@@ -50,11 +52,22 @@ class HttpCaps:
 class GuardedConnection(H11Protocol):
     """uvicorn's connection with bounds."""
 
-    def __init__(self, *args: Any, caps: HttpCaps, places: Shares, **kwargs: Any) -> None:
-        """``places`` are those of all connections of the server."""
+    def __init__(
+        self,
+        *args: Any,
+        caps: HttpCaps,
+        places: Places,
+        lets_go: Callable[[], bool] = lambda: False,
+        **kwargs: Any,
+    ) -> None:
+        """``places`` are those of all connections of the server, or the one that it has.
+
+        ``lets_go``: whether a connection is to end with its next answer.
+        """
         super().__init__(*args, **kwargs)
         self._caps = caps
         self._places = places
+        self._lets_go = lets_go
         self._address: str | None = None
         """Whose place is taken."""
         self._is_refused = False
@@ -110,6 +123,9 @@ class GuardedConnection(H11Protocol):
         super().handle_events()
         if self.cycle is not before:
             self.scope["extensions"] = {ABORT: {"call": self._abort}}
+            if self._lets_go():
+                # As if the client had asked for it: uvicorn then says so in the answer's head.
+                self.scope["headers"] = [*self.scope["headers"], (b"connection", b"close")]
 
     def on_response_complete(self) -> None:
         """Go on to the next request; a connection that closes may not take for ever."""

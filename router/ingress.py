@@ -21,6 +21,7 @@ from router.dispatch import Dispatcher
 from router.grpc_api import GrpcCaps, GrpcDoor
 from router.http_door import HttpDoor
 from router.http_guard import HttpCaps
+from router.leave import Leave
 from router.legs import Workers
 from router.metrics import RouterMetrics
 from router.prefix import PrefixNames
@@ -118,6 +119,8 @@ class Ingress:
             caps=GrpcCaps(max_per_address=config.limits.max_connections_per_address),
             tls=tls,
         )
+        self._clock = clock
+        self._leave = Leave(service, self._http, self._grpc)
 
     async def start(self) -> None:
         """Connect to the control plane and open the doors."""
@@ -126,11 +129,16 @@ class Ingress:
         await self._http.start()
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Close the doors at once, and end what still runs after ``grace_s``.
+        """Say so, let nobody new in, and end what still runs after ``grace_s``; idempotent.
 
-        Whoever comes meanwhile finds another router of the host: they share its ports.
+        Without a grace the doors are closed at once. Whoever comes meanwhile finds another router
+        of the host, where there is one, or is told to come back: see ``Leave``.
         """
-        await asyncio.gather(self._grpc.stop(grace_s), self._http.stop(grace_s))
+        until = self._clock.now() + grace_s
+        if grace_s > 0.0 and self._grpc.is_serving:
+            await self._leave.take(grace_s)
+        left_s = max(0.0, until - self._clock.now())
+        await asyncio.gather(self._grpc.stop(left_s), self._http.stop(left_s))
         await self._service.stop()
 
     async def check_health(self) -> None:

@@ -213,8 +213,9 @@ class ModelList(BaseModel):
 class Health(BaseModel):
     """The answer of /health/live and /health/ready.
 
-    ``missing`` names roles without a worker, ``control plane``, or ``link`` where none works;
-    ``reasons`` tells of these, and of links that fail, in words.
+    ``missing`` names roles without a worker, ``control plane``, ``link`` where none works, or
+    ``router`` where it is shutting down; ``reasons`` tells of these, and of links that fail, in
+    words.
     """
 
     status: str

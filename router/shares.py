@@ -4,6 +4,19 @@ than that, and the others still find some."""
 from __future__ import annotations
 
 from collections import Counter
+from typing import Protocol
+
+
+class Places(Protocol):
+    """Where somebody may take a place."""
+
+    def take(self, who: str) -> bool:
+        """Take a place; whether there was one. What was taken must be given back."""
+        ...
+
+    def give_back(self, who: str) -> None:
+        """Give one place back."""
+        ...
 
 
 class Shares:
@@ -35,3 +48,22 @@ class Shares:
         self._num_taken[who] -= 1
         if not self._num_taken[who]:
             del self._num_taken[who]
+
+
+class TakenPlace:
+    """A place that was taken for somebody who asks for one only later."""
+
+    def __init__(self, places: Shares, who: str) -> None:
+        self._places = places
+        self._who = who
+        self._is_back = False
+
+    def take(self, who: str) -> bool:
+        """Return True: it is there."""
+        return True
+
+    def give_back(self, who: str = "") -> None:
+        """Give it back; idempotent, for it is not always clear who comes last."""
+        if not self._is_back:
+            self._is_back = True
+            self._places.give_back(self._who)

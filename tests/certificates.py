@@ -27,16 +27,25 @@ class Pair:
 class Authority:
     """Signs certificates, and writes them to a folder."""
 
-    def __init__(self, folder: Path, name: str = "ca") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str = "ca",
+        *,
+        like: Authority | None = None,
+        by: Authority | None = None,
+    ) -> None:
+        """``like`` another, with its key; signed ``by`` another, not by itself."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._key = like._key if like else ec.generate_private_key(ec.SECP256R1())
         self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        signer = by or self
         certificate = (
             _builder(self._name, self._key, days=(-1, 2))
-            .issuer_name(self._name)
+            .issuer_name(signer._name)
             .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-            .sign(self._key, hashes.SHA256())
+            .sign(signer._key, hashes.SHA256())
         )
         self.file = str(folder / f"{name}.pem")
         Path(self.file).write_bytes(certificate.public_bytes(serialization.Encoding.PEM))

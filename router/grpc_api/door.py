@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]
@@ -47,11 +47,12 @@ class GrpcDoor:
         """With ``tls``, nothing else is spoken."""
         self._service = service
         self._host = host
-        self._port = port
+        self.port = port
+        """Once it is open, where."""
         self._caps = caps or GrpcCaps()
         self._tls = tls
         self._server = StandingServer(self._make)
-        self._health = health_aio.HealthServicer()
+        self._health = _Health()
         self._beats: list[asyncio.Task[None]] = []
         self.connections: Connections | None = None
 
@@ -64,13 +65,17 @@ class GrpcDoor:
     async def start(self) -> int:
         """Listen and return the port; raises StartupError where the address can't be had."""
         await self._tell_health(self._service.readiness())
-        port = await self._server.start(self._port)
+        self.port = port = await self._server.start(self.port)
         self.connections = connections = Connections(port, self._caps.max_per_address)
         self._beats = [
             asyncio.create_task(self._keep_health()),
             asyncio.create_task(self._keep_shares(connections)),
         ]
         return port
+
+    async def tell_health(self) -> None:
+        """Tell it now to those who watch, and not with the next beat."""
+        await self._tell_health(self._service.readiness())
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Refuse new calls and end those that run after ``grace_s``; idempotent."""
@@ -80,6 +85,7 @@ class GrpcDoor:
         if beats:
             await asyncio.wait(beats)
             await self._health.enter_graceful_shutdown()
+            self._health.end_watches()
             await self._server.stop(grace_s)
 
     def _make(self, port: int) -> tuple[grpc.aio.Server, int]:
@@ -140,6 +146,29 @@ class GrpcDoor:
         are_well |= {role: readiness.has(role) for role in _ROLES}
         for name, is_well in are_well.items():
             await self._health.set(name, statuses.SERVING if is_well else statuses.NOT_SERVING)
+
+
+class _Health(health_aio.HealthServicer):  # type: ignore[misc]  # untyped
+    """Health whose watchers don't keep a server from its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_over = asyncio.Event()
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
+        """Tell the health now and whenever it changes, to the server's end."""
+        watching = asyncio.ensure_future(super().Watch(request, context))
+        over = asyncio.ensure_future(self._is_over.wait())
+        try:
+            await asyncio.wait({watching, over}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (watching, over):
+                task.cancel()
+            await asyncio.gather(watching, over, return_exceptions=True)
+
+    def end_watches(self) -> None:
+        """End those of now and all that come."""
+        self._is_over.set()
 
 
 def _ms(seconds: float) -> int:

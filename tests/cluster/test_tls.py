@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -86,6 +87,33 @@ def test_clients_are_not_signed_by_the_clusters_own_authority(security):
     doors["door_clients_ca_file"] = security[CA]
     with pytest.raises(ConfigError, match=r"door_clients_ca_file: the cluster's own CA"):
         from_tree(to_tree(make_config()) | {"security": security | doors})
+
+
+def test_clients_are_not_signed_by_it_in_another_file_either(ours, foreign, tmp_path):
+    """Copied, renewed, one of several, or above the clients' own: what counts is who signs."""
+    door = ours.sign("api.example", file="apart")
+    copy, several = tmp_path / "copy.pem", tmp_path / "several.pem"
+    copy.write_bytes(Path(ours.file).read_bytes())
+    several.write_bytes(Path(foreign.file).read_bytes() + copy.read_bytes())
+    renewed = Authority(tmp_path / "renewed", "of another name", like=ours).file
+    below = Authority(tmp_path / "below", "below", by=ours).file
+    namesake = Authority(tmp_path / "namesake", "ours").file
+
+    def load(clients_ca):
+        return DoorTls(
+            SecurityConfig(
+                door_certificate_file=door.certificate,
+                door_key_file=door.key,
+                door_clients_ca_file=str(clients_ca),
+                **member_tree(ours),
+            )
+        )
+
+    for clients_ca in (copy, several, renewed, below):
+        with pytest.raises(StartupError, match=r"door_clients_ca_file: .* member of the cluster"):
+            load(clients_ca)
+    for clients_ca in (foreign.file, namesake):
+        assert load(clients_ca)
 
 
 # ---- the start

@@ -7,14 +7,16 @@ import contextlib
 import json
 
 import grpc
+import httpx
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.wire import public_v1_pb2 as pb
 from cluster.wire import public_v1_pb2_grpc as pb_grpc
-from router import api
+from router import api, leave
 from router.grpc_api import GrpcDoor
 from router.http_door import HttpDoor
-from tests.router.fakes import FakeCluster, make_router, metric, until
+from tests.router.fakes import FakeCluster, assert_conserved, make_router, metric, until
 
 CALL_S, GRACE_S = 0.6, 20.0
 """A call that nobody answers ends by its own deadline, long before the grace does."""
@@ -80,6 +82,7 @@ async def test_grpc_calls_run_to_their_end_and_nobody_else_is_let_in():
         with pytest.raises(grpc.aio.AioRpcError) as late:
             await stub.GenerateOnce(request, timeout=CALL_S / 4)
         assert late.value.code() in (
+            grpc.StatusCode.CANCELLED,  # it came amid the closing
             grpc.StatusCode.UNAVAILABLE,
             grpc.StatusCode.DEADLINE_EXCEEDED,
         )
@@ -87,3 +90,75 @@ async def test_grpc_calls_run_to_their_end_and_nobody_else_is_let_in():
             await call
         assert end.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED, "it was cut"
         await asyncio.wait_for(stopping, 10)
+
+
+@contextlib.asynccontextmanager
+async def both_doors():
+    service = make_router(FakeCluster())
+    http = HttpDoor(api.build_api(service), host="127.0.0.1", port=0)
+    grpc_door = GrpcDoor(service, host="127.0.0.1", port=0)
+    await http.start()
+    await grpc_door.start()
+    try:
+        async with (
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{http.port}", timeout=10) as client,
+            grpc.aio.insecure_channel(f"127.0.0.1:{grpc_door.port}") as channel,
+        ):
+            yield service, http, grpc_door, client, channel
+    finally:
+        await http.stop()
+        await grpc_door.stop()
+        await service.stop()
+
+
+async def test_a_router_without_heirs_says_so_first_and_refuses_politely(monkeypatch):
+    """CASES P-27: readiness flips first; then 503 with Retry-After until the last call is over."""
+    monkeypatch.setattr(leave, "LAST_CALLS_S", 0.3)
+    async with both_doors() as (service, http, grpc_door, client, channel):
+        stub, health = pb_grpc.InferenceStub(channel), health_pb2_grpc.HealthStub(channel)
+        assert (await client.get("/health/ready")).status_code == 200
+        watch = health.Watch(health_pb2.HealthCheckRequest())
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        cluster_watch = stub.WatchCluster(pb.GetClusterRequest())
+        await cluster_watch.read()
+        body = {"prompt": "hi", "timeout_s": 1.5}
+        running = asyncio.ensure_future(client.post("/v1/completions", json=body))
+        await until(lambda: is_running(service))
+        leaving = asyncio.ensure_future(leave.Leave(service, http, grpc_door).take(GRACE_S))
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        ready = await client.get("/health/ready")
+        assert (ready.status_code, ready.json()["missing"]) == (503, ["router"])
+        assert ready.headers["connection"] == "close", "it would keep delivering"
+        assert (await client.post("/tokenize", json={"prompt": "hi"})).status_code == 200
+        with pytest.raises(grpc.aio.AioRpcError) as told:
+            await cluster_watch.read()
+        assert "this router is shutting down" in told.value.details()
+        refused = await client.post("/v1/completions", json=body)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        with pytest.raises(grpc.aio.AioRpcError) as late:
+            await stub.GenerateOnce(pb.GenerateRequest(prompt="hi"), timeout=5)
+        assert late.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert dict(late.value.trailing_metadata())["retry-after"] == "1"
+        assert not leaving.done()
+        assert (await running).status_code == 504, "it was cut"
+        await asyncio.wait_for(leaving, 5)
+        await asyncio.wait_for(grpc_door.stop(GRACE_S), 5)
+        assert await watch.read() is grpc.aio.EOF, "a watcher kept the server from its end"
+    assert_conserved(service)
+
+
+async def test_doors_that_another_has_too_are_closed_at_once(monkeypatch):
+    """CASES P-27: the kernel gives newcomers to the other; half of them would be refused here."""
+    monkeypatch.setattr(leave, "LAST_CALLS_S", 0.0)
+    others = {"heirs": False}
+    monkeypatch.setattr(leave, "is_shared", lambda port: others["heirs"])
+    async with both_doors() as (service, http, grpc_door, client, _):
+        body = {"prompt": "hi", "timeout_s": GRACE_S}
+        running = asyncio.ensure_future(client.post("/v1/completions", json=body))
+        await until(lambda: is_running(service))
+        leaving = asyncio.ensure_future(leave.Leave(service, http, grpc_door).take(GRACE_S))
+        await until(lambda: not service.readiness().is_ready)
+        others["heirs"] = True
+        await asyncio.wait_for(leaving, 5)
+        assert not running.done()
+        running.cancel()

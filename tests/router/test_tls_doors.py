@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import httpx
 import pytest
+import uvloop
 
 from cluster import errors
 from cluster.config import SecurityConfig
@@ -59,6 +60,19 @@ async def opened(site, *, asks_clients=False):
     finally:
         await http.stop()
         await by_grpc.stop()
+        await service.stop()
+
+
+@contextlib.asynccontextmanager
+async def https_door(site, **caps):
+    """Yield the address of the HTTP door alone, on any loop."""
+    service = make_router(FakeCluster())
+    tls = DoorTls(site.security)
+    door = HttpDoor(build_api(service), host="127.0.0.1", port=0, caps=HttpCaps(**caps), tls=tls)
+    try:
+        yield f"127.0.0.1:{await door.start()}"
+    finally:
+        await door.stop()
         await service.stop()
 
 
@@ -123,14 +137,83 @@ async def test_where_clients_show_certificates_nobody_else_is_heard(site, monkey
         assert await asyncio.to_thread(ask_grpc, by_grpc, tls) == "ok"
 
 
+SHARE = 8
+GOOD = "127.0.0.1"
+CROWDS = {"silent": "127.0.0.2", "half a hello": "127.0.0.3", "shaken, no request": "127.0.0.4"}
+"""Each goes so far, and has an address."""
+
+
+async def come(http: str, how: str, client: ssl.SSLContext) -> tuple:
+    """Connect as one of a crowd."""
+    host, _, port = http.partition(":")
+    tls = {"ssl": client, "server_hostname": host} if how == "shaken, no request" else {}
+    reader, writer = await asyncio.open_connection(
+        host, int(port), local_addr=(CROWDS[how], 0), **tls
+    )
+    if how == "half a hello":
+        writer.write(b"\x16\x03\x01\x02\x00\x01")
+    return reader, writer
+
+
+async def is_served(http: str, address: str, client: ssl.SSLContext) -> bool:
+    """Whether a client at this address gets an answer."""
+    transport = httpx.AsyncHTTPTransport(verify=client, local_address=address)
+    async with httpx.AsyncClient(transport=transport) as each:
+        try:
+            answer = await each.get(f"https://{http}/health/live")
+        except httpx.TransportError:
+            return False
+    return answer.status_code == 200
+
+
+async def is_shut_out(http: str, how: str, client: ssl.SSLContext) -> bool:
+    """Whether one more of them is closed without a word."""
+    try:
+        reader, writer = await come(http, how, client)
+        with contextlib.closing(writer):
+            return await reader.read() == b""
+    except (ConnectionError, ssl.SSLError):
+        return True
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_who_does_not_finish_a_handshake_is_counted(site, loop):
+    """CASES S-14: a crowd of one address has its share of the connections, others find theirs.
+
+    On either loop: Ray runs routers on uvloop.
+    """
+    client = ClientTls(ca_file=site.doors.file).context()
+    num_places = SHARE * len(CROWDS) + 1
+    caps = {"max_connections": num_places, "max_per_address": SHARE, "head_timeout_s": 60.0}
+
+    async def story():
+        async with asyncio.timeout(30), https_door(site, **caps) as http:
+            crowd = [await come(http, how, client) for how in CROWDS for _ in range(SHARE)]
+            for how in CROWDS:
+                assert await is_shut_out(http, how, client)
+                assert await is_served(http, GOOD, client)
+                assert await is_shut_out(http, how, client), "somebody was dropped for it"
+            for _, writer in crowd:
+                writer.transport.abort()
+            for address in CROWDS.values():
+                while not await is_served(http, address, client):
+                    pass
+
+    factory = asyncio.new_event_loop if loop == "asyncio" else uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(story())
+
+
 async def test_a_peer_that_does_not_shake_hands_is_cut_off(site):
-    """S-14: as one that sends no head is."""
-    async with opened(site) as (http, _):
-        host, _, port = http.partition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        async with asyncio.timeout(10):
+    """S-14: as one that sends no head is; its place is free again."""
+    client = ClientTls(ca_file=site.doors.file).context()
+    caps = {"max_per_address": 1, "head_timeout_s": 0.2}
+    async with asyncio.timeout(30), https_door(site, **caps) as http:
+        for how, address in CROWDS.items():
+            reader, writer = await come(http, how, client)
             assert await reader.read() == b""
-        writer.close()
+            writer.close()
+            assert await is_served(http, address, client)
 
 
 async def test_a_large_head_is_refused_over_tls_too(site):

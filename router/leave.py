@@ -1,0 +1,60 @@
+"""How a router takes its leave: it says so first, and nobody who comes finds a closed door.
+
+    serves ──▶ not ready, serves ──LAST_CALLS_S──┬─ another has the same doors ──▶ doors closed
+                                                 └─ nobody has ──▶ 503 to whoever comes ──▶ the
+                                   same, once another has them or the last call is over
+
+Calls that run are not disturbed by any of it. Where several routers share their doors, those that
+are closed are no loss: the kernel gives new connections to the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import TYPE_CHECKING
+
+from router.ports import is_shared
+
+if TYPE_CHECKING:
+    from router.grpc_api import GrpcDoor
+    from router.http_door import HttpDoor
+    from router.service import Service
+
+logger = logging.getLogger(__name__)
+
+LAST_CALLS_S = 1.0
+"""For whoever sends calls here to hear that this router is not ready; they are served."""
+_LOOK_S = 0.25
+
+
+class Leave:
+    """Prepares one router's doors for being closed."""
+
+    def __init__(self, service: Service, http: HttpDoor, grpc: GrpcDoor) -> None:
+        self._service = service
+        self._http = http
+        self._grpc = grpc
+
+    async def take(self, grace_s: float) -> None:
+        """Return when the doors can be closed, and after ``grace_s`` in any case."""
+        self._service.leave()
+        self._http.let_go()
+        await self._grpc.tell_health()
+        logger.info("router drains, calls=%d", self._service.num_calls)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await asyncio.sleep(LAST_CALLS_S)
+                if not self._has_heirs():
+                    self._service.shut()
+                    await self._until_over()
+        logger.info("router drained, calls=%d left", self._service.num_calls)
+
+    async def _until_over(self) -> None:
+        # Who has come to a port is no event of ours.
+        while self._service.num_calls and not self._has_heirs():  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_S)
+
+    def _has_heirs(self) -> bool:
+        return all(is_shared(door.port) for door in (self._http, self._grpc))
