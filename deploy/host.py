@@ -26,6 +26,10 @@ class ClusterHost(Protocol):
         """Return why the cluster cannot become or stay ready, with its reason."""
         ...
 
+    def start_failure(self) -> StartupError | None:
+        """Return why a worker did not come up, be it one of many and tried again."""
+        ...
+
     def where_logs(self) -> str:
         """Say where this cluster's logs are, in words that end a sentence."""
         ...

@@ -58,6 +58,10 @@ class InlineHost:
         """Return why the loop ended, if it did."""
         return self._failure
 
+    def start_failure(self) -> StartupError | None:
+        """Return nothing: workers of one process fail together."""
+        return None
+
     def where_logs(self) -> str:
         """It logs to the terminal."""
         return "--verbose shows what happened before"

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 _STATUS_TIMEOUT_S = 5.0
 _JOIN_TIMEOUT_S = 5.0
+_FAILED = "A replica failed to start"
+"""Serve's words."""
 _SILENT_S = 30.0  # Serve's controller is back sooner where it only crashed
 _OBJECT_STORE_BYTES = 80 << 20  # Ray carries neither tensors nor tokens, so the least it takes
 _RAY_ENVIRONMENT = {
@@ -163,6 +165,27 @@ class RayHost:
             if deployment.status.value == "DEPLOY_FAILED":
                 return self._failed(name, deployment.message)
         return None
+
+    def start_failure(self) -> StartupError | None:
+        """Return what Serve says of a replica that did not come up.
+
+        Once another of the same deployment has, Serve tries for ever, and calls that an update.
+        """
+        app = self._status()
+        for name, deployment in (app.deployments if app else {}).items():
+            if _FAILED in deployment.message:
+                return self._failed(name, deployment.message)
+        return None
+
+    def obstacles(self) -> str:
+        """Return what Serve says of each part that is not up, in words that end a sentence."""
+        app = self._status()
+        told = [
+            f"; {name}: {_plain(deployment.message).strip().splitlines()[0]}"
+            for name, deployment in (app.deployments if app else {}).items()
+            if deployment.status.value != "HEALTHY" and deployment.message.strip()
+        ]
+        return "".join(told)
 
     def unfinished(self) -> str:
         """Say what Serve is still at; empty: nothing. An update goes on behind ready workers."""

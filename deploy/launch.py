@@ -141,10 +141,11 @@ def _start(config: DeployConfig, host: ClusterHost, state: RunState, signals: St
     deadline = time.monotonic() + _READY_TIMEOUT_S
     watch = StartWatch()
     while waits_for := missing(config):
-        failure = host.failure()
+        watch.look(waits_for, work_of(state.cores_dir), time.monotonic())
+        failure = host.failure() or host.start_failure()
         if failure is not None:
             raise failure
-        if watch.is_stuck(waits_for, work_of(state.cores_dir), time.monotonic()):
+        if watch.is_stuck:
             raise StartupError(
                 f"not ready, and nothing has moved for {STUCK_S:.0f} s: {waits_for}; see its log "
                 "for what it waits for"

@@ -20,9 +20,11 @@ from cluster.errors import StartupError
 from deploy import calls, doors, proof
 from deploy.fit import fit, suits
 from deploy.host_ray import RayHost, join_ray, load_ray, ray_nodes
+from deploy.loading import ClusterLoading
 from deploy.readiness import missing
 from deploy.run_state import RunState
 from deploy.serve_config import APP_NAME, named
+from deploy.start_watch import STUCK_S, StartWatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
     from deploy.fit import Node
 
 _POLL_S = 1.0
+_QUIET_S = 15.0
+_GIVE_UP_S = 5.0
+"""Whoever waits for the reason of a failure is not kept for longer."""
 _HEAD_RESOURCE = "node:__internal_head__"
 
 
@@ -56,6 +61,7 @@ def deploy(
     """Deploy, and return once it serves; raises StartupError with the reason where it doesn't.
 
     What was deployed and never served is taken away again, unless it was to replace what serves.
+    So is what gets on no more (``start_watch``).
     """
     doors.check_files(config)
     state = RunState(config.endpoints.control_port)
@@ -74,7 +80,7 @@ def deploy(
             proof.prove(config)
         except StartupError:
             if not had_app:
-                _delete_app()
+                _give_up_app()
             raise
     calls.print_calls(config, [*arguments, *same])
     _say("it serves on; `pdserve down --cluster` takes it away")
@@ -84,9 +90,11 @@ def deploy(
 def remove(address: str) -> int:
     """Take the app away from a running Ray."""
     with _joined(address):
+        from ray import serve
+
         was_there = _has_app()
         if was_there:
-            _delete_app()
+            serve.delete(APP_NAME)
     _say("taken away" if was_there else "nothing was there")
     return 0
 
@@ -146,13 +154,23 @@ def _at_head(config: DeployConfig, nodes: Sequence[Node]) -> tuple[DeployConfig,
 
 def _wait_until_ready(config: DeployConfig, host: RayHost, wait_s: float) -> None:
     deadline = time.monotonic() + wait_s
+    watch, loading, is_long = StartWatch(), ClusterLoading(), False
     told = ""
     while waits_for := missing(config) or host.unfinished():
-        failure = host.failure()
+        now = time.monotonic()
+        # Most are up before any node need be asked.
+        is_long |= watch.still_s >= _QUIET_S
+        watch.look(waits_for, loading.works(now) if is_long else {}, now)
+        failure = host.failure() or host.start_failure()
         if failure is not None:
             raise failure
-        if time.monotonic() >= deadline:
-            raise StartupError(f"not ready after {wait_s:.0f} s: {waits_for}")
+        if watch.is_stuck:
+            raise StartupError(
+                f"not ready, and nothing has moved for {STUCK_S:.0f} s: "
+                f"{waits_for}{host.obstacles()}"
+            )
+        if now >= deadline:
+            raise StartupError(f"not ready after {wait_s:.0f} s: {waits_for}{host.obstacles()}")
         if waits_for != told:
             told = waits_for
             _say(waits_for)
@@ -165,10 +183,14 @@ def _has_app() -> bool:
     return APP_NAME in serve.status().applications
 
 
-def _delete_app() -> None:
+def _give_up_app() -> None:
+    """Have it taken away; Serve goes on alone with what takes longer."""
     from ray import serve
 
-    serve.delete(APP_NAME)
+    deadline = time.monotonic() + _GIVE_UP_S
+    serve.delete(APP_NAME, _blocking=False)
+    while _has_app() and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
 
 
 def _say(text: str) -> None:

@@ -1,7 +1,8 @@
 """Is a start still getting on? A worker that hangs while it loads fails in no other way.
 
-A start gets on while what it waits for changes, or while the processes that load work: they compute
-or read. So a large model takes as long as it takes, and one that stands still is given up.
+A start gets on while what it waits for changes, or while the processes that load work: they
+compute, read or write. So a large model takes as long as it takes, and one that stands still is
+given up.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-STUCK_S = 30.0
-"""Without any of that."""
+STUCK_S = 20.0
+"""Without any of that: a start that stands still is over 60 s after it began."""
 _LEAST_WORK = 1.0
+"""Twice of what an idle control plane does in that time."""
 _BYTES_PER_UNIT = 64 << 20
 
 
@@ -26,34 +28,49 @@ class StartWatch:
 
     def __init__(self) -> None:
         self._waits_for = ""
+        self._moved_at = self._looked_at = 0.0
         self._works: dict[str, float] = {}
-        self._moved_at: float | None = None
+        """What each had done when something last moved, or when it was first seen."""
 
-    def is_stuck(self, waits_for: str, works: Mapping[str, float], now: float) -> bool:
-        """Whether nothing has moved for long.
+    def look(self, waits_for: str, works: Mapping[str, float], now: float) -> None:
+        """Take in how far it is.
 
-        ``works`` are seconds of a core, or as much read, by process. The little that an idle one
-        does is none, and the idle ones' together is neither.
+        ``works`` are seconds of a core, or as much read or written, by process. The little that an
+        idle one does is none, and the idle ones' together is neither.
         """
-        has_worked = any(
-            abs(work - self._works.get(name, 0.0)) >= _LEAST_WORK for name, work in works.items()
-        )
-        if self._moved_at is None or has_worked or waits_for != self._waits_for:
-            self._waits_for, self._works, self._moved_at = waits_for, dict(works), now
-        return now - self._moved_at >= STUCK_S
+        self._looked_at = now
+        if waits_for != self._waits_for:
+            self._waits_for, self._moved_at = waits_for, now
+        known = {name: self._works.get(name, work) for name, work in works.items()}
+        if any(works[name] - known[name] >= _LEAST_WORK for name in works):
+            self._moved_at, known = now, dict(works)
+        self._works = known
+
+    @property
+    def still_s(self) -> float:
+        """For how long nothing has moved."""
+        return self._looked_at - self._moved_at
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether that is too long."""
+        return self.still_s >= STUCK_S
 
 
 def work_of(cores_dir: Path) -> dict[str, float]:
     """Return what each worker that holds a place in a folder of core leases has done so far."""
-    return {path.name: _work(path) for path in cores_dir.glob("*.lock")}
+    found = {}
+    for path in cores_dir.glob("*.lock"):
+        # It may not have written itself down yet, and may have ended.
+        with contextlib.suppress(OSError, ValueError, psutil.Error):
+            pid = int(path.read_text())
+            found[f"{path.name} {pid}"] = work(psutil.Process(pid))
+    return found
 
 
-def _work(lease: Path) -> float:
-    work = 0.0
-    # It may not have written itself down yet, and may have ended.
-    with contextlib.suppress(OSError, ValueError, psutil.Error):
-        process = psutil.Process(int(lease.read_text()))
-        times = process.cpu_times()
-        work = times.user + times.system
-        work += process.io_counters().read_chars / _BYTES_PER_UNIT
-    return work
+def work(process: psutil.Process) -> float:
+    """Return what a process has done so far; raises psutil.Error where it has ended."""
+    times, moved = process.cpu_times(), process.io_counters()
+    # Weights may be mapped, and are then read without a call; what is fetched is written.
+    num_bytes = moved.read_chars + moved.read_bytes + moved.write_chars
+    return float(times.user + times.system + num_bytes / _BYTES_PER_UNIT)

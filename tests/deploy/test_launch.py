@@ -54,6 +54,9 @@ class FakeHost:
     def failure(self):
         return self.failures.pop(0) if self.failures else None
 
+    def start_failure(self):
+        return None
+
     def where_logs(self):
         return "logs: here"
 

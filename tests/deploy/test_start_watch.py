@@ -2,18 +2,25 @@
 
 import os
 
+import pytest
+
 from deploy.start_watch import STUCK_S, StartWatch, work_of
 
 WAITS = "pool decode: 0 of 1 workers registered"
 
 
+def is_stuck(watch, waits_for, works, now):
+    watch.look(waits_for, works, now)
+    return watch.is_stuck
+
+
 def test_a_start_that_stands_still_is_given_up():
     watch = StartWatch()
-    assert not watch.is_stuck(WAITS, {"d": 3.0}, 100.0)
-    assert not watch.is_stuck(WAITS, {"d": 3.5}, 100.0 + STUCK_S - 1), (
-        "an idle process does a little"
+    assert not is_stuck(watch, WAITS, {"d": 3.0}, 100.0)
+    assert not is_stuck(watch, WAITS, {"d": 3.5}, 100.0 + STUCK_S - 1), (
+        "an idle process does little"
     )
-    assert watch.is_stuck(WAITS, {"d": 3.9}, 100.0 + STUCK_S)
+    assert is_stuck(watch, WAITS, {"d": 3.9}, 100.0 + STUCK_S)
 
 
 def test_many_that_idle_do_not_stand_for_one_that_loads():
@@ -21,25 +28,37 @@ def test_many_that_idle_do_not_stand_for_one_that_loads():
     idle = [
         {f"d{number}": 0.013 * second for number in range(9)} for second in range(int(STUCK_S) + 1)
     ]
-    assert [watch.is_stuck(WAITS, works, float(at)) for at, works in enumerate(idle)][-1]
+    assert [is_stuck(watch, WAITS, works, float(at)) for at, works in enumerate(idle)][-1]
 
 
 def test_whoever_loads_has_time():
     watch = StartWatch()
     for second in range(600):
-        assert not watch.is_stuck(WAITS, {"d": 0.05 * second}, float(second))
+        assert not is_stuck(watch, WAITS, {"d": 0.06 * second}, float(second))
+
+
+def test_what_was_done_before_anybody_looked_is_no_news():
+    watch = StartWatch()
+    assert not is_stuck(watch, WAITS, {}, 0.0)
+    assert not is_stuck(watch, WAITS, {"d": 100.0}, STUCK_S - 1)
+    assert is_stuck(watch, WAITS, {"d": 100.0}, STUCK_S)
 
 
 def test_every_worker_that_comes_counts():
     watch = StartWatch()
     for number in range(4):
-        assert not watch.is_stuck(f"pool decode: {number} of 4", {}, number * (STUCK_S - 1))
+        assert not is_stuck(watch, f"pool decode: {number} of 4", {}, number * (STUCK_S - 1))
 
 
 def test_work_is_that_of_the_lease_holders(tmp_path):
     assert work_of(tmp_path) == {}
     (tmp_path / "decode-0.lock").write_text("")
     (tmp_path / "decode-1.lock").write_text("999999999\n")
-    assert set(work_of(tmp_path).values()) == {0.0}
-    (tmp_path / "decode-2.lock").write_text(f"{os.getpid()}\n")
-    assert work_of(tmp_path)["decode-2.lock"] > 0.0
+    assert work_of(tmp_path) == {}, "who is not there does nothing"
+    (tmp_path / "my-pool-2.lock").write_text(f"{os.getpid()}\n")
+    (holder,) = work_of(tmp_path)
+    assert str(os.getpid()) in holder
+    before = work_of(tmp_path)[holder]
+    (tmp_path / "weights").write_bytes(bytes(16 << 20))
+    (tmp_path / "weights").read_bytes()
+    assert work_of(tmp_path)[holder] - before == pytest.approx(0.5, rel=0.5)

@@ -1,7 +1,10 @@
 """Pools on different hardware: four kinds of nodes, each a raylet of its own on this machine."""
 
+import concurrent.futures
+import contextlib
 import os
 import subprocess
+import time
 
 import httpx
 import psutil
@@ -13,7 +16,7 @@ from cluster.config import Role
 from deploy.client import Client
 from deploy.run_state import RunState
 from tests.e2e import reference
-from tests.e2e.plain_cluster import make_config, view_of, with_pool
+from tests.e2e.plain_cluster import make_config, view_of, wait_until, with_pool
 from tests.e2e.ray_cluster import PDSERVE
 from tests.e2e.ray_nodes import ENVIRONMENT, ray_nodes
 
@@ -30,7 +33,8 @@ ASKS = {
     "decode-new": {"node_labels": {"rack": "new"}},
 }
 """What each pool asks for, in the order of the nodes that have it."""
-MAX_ASKED = 100
+NUM_AT_ONCE, MAX_ASKED = 6, 120
+FAIL_S = 60.0
 ROLES = {name: Role(name.partition("-")[0]) for name in ASKS}
 
 
@@ -86,20 +90,27 @@ def test_all_pools_serve_real_tokens(deployed, tiny_llama):
     """P-13 over two prefill and two decode pools: equal to transformers whichever pair it was."""
     asked, answers, seen = [], [], set()
     everybody = {f"{name}-0" for name in ASKS}
-    with Client(deployed.grpc) as client:
+    with (
+        Client(deployed.grpc) as client,
+        concurrent.futures.ThreadPoolExecutor(NUM_AT_ONCE) as threads,
+    ):
+
+        def ask(prompt):
+            options = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, "timeline": True}
+            return list(client.generate(prompt_ids={"ids": prompt}, **options))
+
+        # One after the other would all go to whoever was measured as the fastest.
         while seen != everybody:
             assert len(asked) < MAX_ASKED, f"never placed on {everybody - seen}"
-            prompt = [40 + (7 * len(asked) + i) % 400 for i in range(50)]
-            pieces = list(
-                client.generate(
-                    prompt_ids={"ids": prompt}, max_tokens=8, temperature=0.0, ignore_eos=True,
-                    timeline=True,
-                )
-            )  # fmt: skip
-            asked.append(prompt)
-            answers.append([token for piece in pieces for token in piece.token_ids])
-            timeline = pieces[-1].timeline
-            seen |= {timeline.prefill_worker, timeline.decode_worker}
+            prompts = [
+                [40 + (7 * number + i) % 400 for i in range(50)]
+                for number in range(len(asked), len(asked) + NUM_AT_ONCE)
+            ]
+            asked += prompts
+            for pieces in threads.map(ask, prompts):
+                answers.append([token for piece in pieces for token in piece.token_ids])
+                timeline = pieces[-1].timeline
+                seen |= {timeline.prefill_worker, timeline.decode_worker}
     expected = reference.greedy(tiny_llama, asked, 8)
     assert expected.disagreements(answers)[0] == []
 
@@ -121,3 +132,38 @@ def test_what_has_no_room_is_refused_with_its_pool(deployed, tiny_llama, tmp_pat
     refused = Deployed(more, deployed.nodes, tmp_path).command("plan", timeout_s=60)
     assert "pool prefill-h100: 1 of 2 workers fit" in refused.stderr
     assert httpx.get(f"{deployed.http}/health/ready").status_code == 200
+
+
+def test_an_update_that_stands_still_ends_with_its_pool(deployed, tmp_path):
+    """Point 9: a worker hangs while it loads, on another node; it fails in no other way.
+
+    It is the last test: what it leaves is half an update.
+    """
+    other = with_pool(deployed.config, "decode-new", max_num_seqs=3)
+    (old,) = [w.worker.pid for w in view_of(deployed).workers if w.worker.pool == "decode-new"]
+    raylet = psutil.Process(deployed.nodes.raylet_pids[list(ASKS).index("decode-new")])
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        update = threads.submit(Deployed(other, deployed.nodes, tmp_path).command, "deploy")
+        loading = []
+
+        def is_loading() -> bool:
+            found = [child for child in raylet.children() if is_replica(child, "decode-new")]
+            loading[:] = [child for child in found if child.pid != old]
+            return bool(loading)
+
+        wait_until(is_loading, 60, "it is not replaced")
+        loading[0].suspend()
+        hung_at = time.monotonic()
+        try:
+            done = update.result(120)
+        finally:
+            loading[0].kill()
+    assert done.returncode == 1
+    assert "nothing has moved for 30 s: pool decode-new: 0 of 1 workers" in done.stderr, done.stderr
+    assert time.monotonic() - hung_at < FAIL_S
+
+
+def is_replica(process: psutil.Process, pool: str) -> bool:
+    with contextlib.suppress(psutil.Error, IndexError):
+        return f"ServeReplica:pdserve:{pool}" in process.cmdline()[0]
+    return False

@@ -1,0 +1,105 @@
+"""``pdserve deploy`` until it serves, or until it is given up; nothing of Ray runs."""
+
+import contextlib
+
+import pytest
+
+from cluster import config as deploy_config
+from cluster.errors import StartupError
+from deploy import on_cluster
+from deploy.fit import Node
+from deploy.run_state import RunState
+
+PAIR = [{"name": "prefill", "role": "prefill"}, {"name": "decode", "role": "decode"}]
+TREE = {"pools": PAIR, "model": {"path": "trial", "name": "m"}, "endpoints": {"control_port": 8123}}
+WAITS = "pool decode: 0 of 1 workers registered"
+HEAD = Node(name="n", address="127.0.0.1", resources={"node:__internal_head__": 1.0}, labels={})
+
+
+class FakeHost:
+    """Serve has started the app, and says why workers end."""
+
+    def __init__(self, *args, **options):
+        pass
+
+    def start(self):
+        pass
+
+    def failure(self):
+        return None
+
+    def start_failure(self):
+        return None
+
+    def obstacles(self):
+        return "; decode: 1 replicas wait for {GPU: 1}"
+
+    def unfinished(self):
+        return ""
+
+
+@pytest.fixture
+def deploy(tmp_path, monkeypatch):
+    """Deploy the pair; ``works`` are what its processes have done at each look, one a second."""
+    now = [0.0]
+
+    class FakeTime:
+        monotonic = staticmethod(lambda: now[0])
+
+        @staticmethod
+        def sleep(seconds):
+            now[0] += seconds
+
+    class FakeLoading:
+        def works(self, at):
+            return deploy.works(at)
+
+    def deploy(works=lambda at: {}, *, had_app=False):
+        deploy.works = works
+        monkeypatch.setattr(on_cluster, "_has_app", lambda: had_app)
+        patience = on_cluster.Patience(ready_s=1800.0)
+        with pytest.raises(StartupError) as caught:
+            on_cluster.deploy(deploy_config.from_tree(TREE), "auto", patience)
+        return caught.value.message, now[0]
+
+    deploy.given_up = []
+    for name, fake in {
+        "time": FakeTime,
+        "ClusterLoading": FakeLoading,
+        "RayHost": FakeHost,
+        "_joined": lambda address: contextlib.nullcontext(),
+        "_wait_for_nodes": lambda config, wait_s: None,
+        "ray_nodes": lambda: [HEAD],
+        "named": lambda config: config,
+        "missing": lambda config: WAITS,
+        "RunState": lambda port: RunState(port, root=tmp_path),
+        "_give_up_app": lambda: deploy.given_up.append(True),
+    }.items():
+        monkeypatch.setattr(on_cluster, name, fake)
+    return deploy
+
+
+def test_what_stands_still_ends_with_its_pool_and_what_serve_says(deploy):
+    message, at = deploy()
+    why = "; decode: 1 replicas wait for {GPU: 1}"
+    assert message == f"not ready, and nothing has moved for 30 s: {WAITS}{why}"
+    assert at <= 45.0
+    assert deploy.given_up
+
+
+def test_whoever_loads_has_as_long_as_it_takes(deploy):
+    message, at = deploy(lambda at: {"d": at})
+    assert message.startswith("not ready after 1800 s: ")
+    assert at >= 1800.0
+
+
+def test_a_worker_that_does_not_come_up_ends_it_at_once(deploy, monkeypatch):
+    failure = StartupError("decode failed to start: no memory")
+    monkeypatch.setattr(FakeHost, "start_failure", lambda self: failure)
+    assert deploy() == (failure.message, 0.0)
+    assert deploy.given_up
+
+
+def test_what_was_to_replace_an_app_is_left_to_be_replaced(deploy):
+    deploy(had_app=True)
+    assert not deploy.given_up
