@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+from collections import deque
 from typing import TYPE_CHECKING
 
 from cluster.errors import EngineFault, StartupError
@@ -52,6 +53,8 @@ class HostedWorker:
         self.worker = self._make(pool.role)
         """The one of now."""
         self._is_ending = False
+        self._orders: deque[Role | None] = deque()
+        """To be followed, the one under way first."""
         self._following: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
         self._fault: asyncio.Future[BaseException] | None = None
@@ -141,26 +144,34 @@ class HostedWorker:
         )
 
     def _ordered(self, role: Role | None) -> None:
-        if self._is_ending or (self._following is not None and not self._following.done()):
-            logger.warning("worker=%s drains already: an order dropped", self._worker_id)
+        """Follow an order, or where another is under way, that one first."""
+        if self._is_ending or None in self._orders:
+            logger.warning("worker=%s leaves already: an order dropped", self._worker_id)
             return
-        self._following = asyncio.get_running_loop().create_task(self._follow(role))
+        self._orders.append(role)
+        if len(self._orders) == 1:
+            self._following = asyncio.get_running_loop().create_task(self._follow_all())
 
-    async def _follow(self, role: Role | None) -> None:
+    async def _follow_all(self) -> None:
         try:
-            await self._leave()
-            if role is None:
-                self.drained.set_result(None)
-                return
-            if not self.worker.has_let_go:
-                # It writes to blocks that the next one would give to others.
-                raise EngineFault("a step outlasted the change of role", worker_id=self._worker_id)
-            logger.info("worker=%s comes back as %s", self._worker_id, role.value)
-            self.worker = self._make(role)
-            self._watch(self.worker)
-            await self.worker.start()
+            while self._orders and not self.fault.done():
+                await self._follow(self._orders[0])
+                self._orders.popleft()
         except Exception as error:
             self._failed(error)
+
+    async def _follow(self, role: Role | None) -> None:
+        await self._leave()
+        if role is None:
+            self.drained.set_result(None)
+            return
+        if not self.worker.has_let_go:
+            # It writes to blocks that the next one would give to others.
+            raise EngineFault("a step outlasted the change of role", worker_id=self._worker_id)
+        logger.info("worker=%s comes back as %s", self._worker_id, role.value)
+        self.worker = self._make(role)
+        self._watch(self.worker)
+        await self.worker.start()
 
     async def _leave(self) -> None:
         await self.worker.drain(self._config.limits.drain_s)

@@ -164,7 +164,7 @@ class Desk(pb_grpc.ControlServicer):
         """Pass an operator's order on to a worker."""
         try:
             role = convert.role_from_wire("role", request.role) if request.role else None
-            told = self._planner.check_order(request.worker_id, role)
+            told = self._planner.take_order(request.worker_id, role, self._clock.now())
         except InvalidRequest as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
         order = pb.Directive(drain=pb.Drain(term=self._term))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import secrets
 from typing import TYPE_CHECKING
 
 from cluster.control.decisions import SendGrant
@@ -58,7 +59,7 @@ class Granter:
             attempt=want.attempt,
             prefill=_placed(route.prefill),
             decode=_placed(route.decode),
-            handoff_id=f"h-{grant_id}" if route.pools is not None else "",
+            handoff_id=_handoff_id(grant_id) if route.pools is not None else "",
             reason=choice.reason,
             predicted_s=choice.first_token_s,
         )
@@ -80,6 +81,11 @@ class Granter:
             self._counts[f"grants_local_{why.value}"] += choice.why_local == why.value
         logger.info("request=%s/%d grant=%s %s", *waiting.key, grant_id, choice.reason)
         return SendGrant(router_id=waiting.router_id, grant=grant)
+
+
+def _handoff_id(grant_id: str) -> str:
+    """Return a name that only those know who were told it: it opens a reservation to a writer."""
+    return f"h-{grant_id}-{secrets.token_hex(8)}"
 
 
 def _placed(entry: WorkerEntry | None) -> Placed | None:

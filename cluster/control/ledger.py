@@ -79,7 +79,7 @@ class Ledger:
         self.workers: dict[str, WorkerEntry] = {}
         self.grants: dict[str, GrantRecord] = {}
         self.num_changes = 0
-        """How often workers have come or gone, or begun to drain."""
+        """How often workers have come or gone, begun to drain, or hung or no longer."""
         self.changed: set[str] = set()
         self.prefilled_tokens: defaultdict[str, float] = defaultdict(float)
         """By pool, as they were reported: it never falls, whoever comes and goes."""
@@ -114,8 +114,14 @@ class Ledger:
         entry.registration = registration
         self.max_model_len = max(self.max_model_len or 0, registration.max_model_len)
         entry.lost_at, entry.reported_at, entry.moved_at = None, now, now
-        entry.judge(Health.SUSPECTED)
+        self.judge(entry, Health.SUSPECTED)
         return entry
+
+    def judge(self, entry: WorkerEntry, health: Health) -> None:
+        """Think so of a worker from now on."""
+        if health is not entry.health and Health.STALLED in (health, entry.health):
+            self.num_changes += 1
+        entry.judge(health)
 
     def of_role(self, role: Role) -> Iterable[WorkerEntry]:
         """Return the workers of a role, but those that drain: they take nothing new."""

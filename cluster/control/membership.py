@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_REPLACED = 1024
 _MAX_SHOWN_CHARS = 64
+_ORDER_S = 3.0
+"""For a worker to report that it follows an order: one comes each second."""
 LEFT_FOR_FAULT = "fault"
 """The reason of a leave that is a death: nothing runs there any more."""
 
@@ -83,9 +85,9 @@ class Membership:
         if entry.lost_at is not None:
             return
         if not entry.is_stalled(now):
-            entry.judge(Health.ALIVE)
+            self._ledger.judge(entry, Health.ALIVE)
         elif entry.health is not Health.STALLED:
-            entry.judge(Health.STALLED)
+            self._ledger.judge(entry, Health.STALLED)
             logger.warning("worker=%s stalled: no step in %.1f s", worker_id, now - entry.moved_at)
 
     def stream_lost(self, worker_id: str, incarnation: str, now: float) -> None:
@@ -93,7 +95,7 @@ class Membership:
         entry = self._ledger.entry(worker_id, incarnation)
         if entry is not None and entry.lost_at is None:
             entry.lost_at = now
-            entry.judge(Health.SUSPECTED)
+            self._ledger.judge(entry, Health.SUSPECTED)
             logger.warning("worker=%s suspected: its stream broke", worker_id)
 
     def left(self, worker_id: str, incarnation: str, reason: str) -> list[Decision]:
@@ -106,11 +108,16 @@ class Membership:
         self._forget(entry, f"left ({reason})")
         return []
 
-    def check_order(self, worker_id: str, role: Role | None) -> Registration:
-        """Return the worker that can follow an order to drain, or with a ``role`` to take that.
+    def take_order(self, worker_id: str, role: Role | None, now: float) -> Registration:
+        """Return the worker that is to drain, or with a ``role`` to take that; note that it is.
 
-        Raises InvalidRequest, naming the worker or the role, where there is none.
+        Raises InvalidRequest, naming the worker or the role, where it cannot be told to.
         """
+        entry = self._who_can(worker_id, role, now)
+        entry.ordered_at = now
+        return entry.registration
+
+    def _who_can(self, worker_id: str, role: Role | None, now: float) -> WorkerEntry:
         entry = self._ledger.workers.get(worker_id)
         if entry is None:
             known = ", ".join(sorted(self._ledger.workers)) or "nobody"
@@ -121,10 +128,12 @@ class Membership:
             raise InvalidRequest(
                 f"worker {worker_id} cannot be told: it is cut off", field="worker"
             )
-        if entry.report.is_draining:
+        # Until its next report says so; one that does not has not heard of it.
+        is_told = entry.ordered_at is not None and now - entry.ordered_at < _ORDER_S
+        if entry.report.is_draining or is_told:
             raise InvalidRequest(f"worker {worker_id} drains already", field="worker")
         if role is None:
-            return present
+            return entry
         if role is present.role:
             raise InvalidRequest(f"worker {worker_id} is a {role.value} worker", field="role")
         pool = self._config.pool(present.pool)
@@ -136,7 +145,7 @@ class Membership:
         obstacle = admission.role_obstacle(self._config, pool, role)
         if obstacle is not None:
             raise InvalidRequest(f"worker {worker_id} cannot take {obstacle}", field="role")
-        return present
+        return entry
 
     def judge(self, now: float) -> list[Decision]:
         """Suspect the silent, forget those who were silent or cut off for too long."""
@@ -147,7 +156,7 @@ class Membership:
             if is_cut or silent_s > settings.dead_after_s:
                 decisions.append(self._bury(entry, "stream lost" if is_cut else "silent"))
             elif silent_s > settings.suspect_after_s and entry.health is not Health.SUSPECTED:
-                entry.judge(Health.SUSPECTED)
+                self._ledger.judge(entry, Health.SUSPECTED)
                 logger.warning("worker=%s suspected: silent for %.1f s", entry.worker_id, silent_s)
         return decisions
 

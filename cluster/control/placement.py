@@ -3,9 +3,9 @@
 A *route* is a prefill worker with a decode worker, a prefill worker alone (the choice ends at its
 first token), or one worker that does both (LOCAL). Mixed workers stand in for a role that has no
 workers of its own, and no pool that waits for its own. A decode worker prefills by itself where no
-prefill worker can (none lives, or the prompt and output so far of a resumed request are too long
-for all of them), where it is configured, and where there is little to compute and it costs less
-than by the best pair (``local_prefill``). An export's prefill worker is given; only its decode
+prefill worker can (none lives, all hang, or the prompt and output so far of a resumed request are
+too long for all of them), where it is configured, and where there is little to compute and it costs
+less than by the best pair (``local_prefill``). An export's prefill worker is given; only its decode
 worker is chosen.
 
 Of those with room the cheapest few are looked at (``fleet``), in all combinations (``costs``).
@@ -13,6 +13,7 @@ Of those with room the cheapest few are looked at (``fleet``), in all combinatio
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -247,15 +248,23 @@ class Placement:
         return ways
 
     def _find_ways(self, want: Want, *, may_fall_back: bool) -> _Ways | NoRoute:
+        """Nobody waits for an engine that hangs while there is a way without it."""
         forced = self._forced(want)
         if forced is not None:
             return forced
-        prefill = self._if_any(want, self._prefill_role, Part.PREFILL)
+        ways = self._ways_by(want, may_fall_back=may_fall_back, may_hang=False)
+        if isinstance(ways, NoRoute):
+            return self._ways_by(want, may_fall_back=may_fall_back, may_hang=True)
+        return ways
+
+    def _ways_by(self, want: Want, *, may_fall_back: bool, may_hang: bool) -> _Ways | NoRoute:
+        if_any = functools.partial(self._if_any, want, may_hang=may_hang)
+        prefill = if_any(self._prefill_role, Part.PREFILL)
         is_single = self.rule.is_single(want)
         if is_single and prefill is not None:
             return _Ways(prefill=prefill)
-        decode = self._if_any(want, self._decode_role, Part.DECODE)
-        local_role = self._if_any(want, Role.MIXED, Part.LOCAL)
+        decode = if_any(self._decode_role, Part.DECODE)
+        local_role = if_any(Role.MIXED, Part.LOCAL)
         local = () if local_role is None else (local_role,)
         if prefill is None and (is_single or not local) and may_fall_back:
             if decode is not None and decode not in local:
@@ -371,11 +380,13 @@ class Placement:
                 listed.append(holder)
         return listed
 
-    def _if_any(self, want: Want, role: Role | None, part: Part) -> Role | None:
+    def _if_any(
+        self, want: Want, role: Role | None, part: Part, *, may_hang: bool = True
+    ) -> Role | None:
         """Return the role, if a worker of it could ever do that part."""
-        if role is None or next(iter(self._fitting(want, role, part)), None) is None:
-            return None
-        return role
+        fitting = () if role is None else self._fitting(want, role, part)
+        can_do = (may_hang or entry.health is not Health.STALLED for entry in fitting)
+        return role if any(can_do) else None
 
     def _fitting(self, want: Want, role: Role, part: Part) -> Iterable[WorkerEntry]:
         return (entry for entry in self._ledger.of_role(role) if self._fits(entry, part, want))

@@ -187,12 +187,12 @@ class Planner:
         self._members.stream_lost(worker_id, incarnation, now)
         return []
 
-    def check_order(self, worker_id: str, role: Role | None) -> Registration:
-        """Return the worker that can follow an order to drain, or with a ``role`` to take that.
+    def take_order(self, worker_id: str, role: Role | None, now: float) -> Registration:
+        """Return the worker that is to drain, or with a ``role`` to take that; note that it is.
 
-        Raises InvalidRequest, naming the worker or the role, where there is none.
+        Raises InvalidRequest, naming the worker or the role, where it cannot be told to.
         """
-        return self._members.check_order(worker_id, role)
+        return self._members.take_order(worker_id, role, now)
 
     def worker_left(
         self, worker_id: str, incarnation: str, reason: str, now: float

@@ -41,6 +41,8 @@ class WorkerEntry:
     """Gets the worker's id whenever something changes that placing depends on."""
     lost_at: float | None = None
     """When its stream broke; None while there is one."""
+    ordered_at: float | None = None
+    """When an operator's order was last passed on to it."""
     moved_at: float = 0.0
     """When its engine was last known to hang on nothing: it was in no step, or in a new one."""
     health: Health = Health.SUSPECTED

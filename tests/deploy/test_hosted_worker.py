@@ -8,7 +8,7 @@ import pytest
 from cluster.config import Role
 from cluster.control.orders import give_order
 from cluster.control.status import get_cluster
-from cluster.errors import EngineFault, WorkerLost
+from cluster.errors import EngineFault, InvalidRequest, WorkerLost
 from cluster.request import FinishReason, LegKind, Peer, Redirect
 from deploy import worker, worker_life
 from tests.deploy.world import KEY, Sink, blocked_runner, make_leg
@@ -148,6 +148,30 @@ async def test_a_worker_comes_back_in_another_role_over_the_same_parts(world):
             assert (await sink.end_of(KEY)).finish_reason is FinishReason.LENGTH
             assert sink.output() == expected_tokens("r", 6)
     assert len(seen) == 4
+
+
+async def test_a_second_order_at_once_is_refused(world):
+    """The worker cannot have said yet that it follows the first."""
+    hosted = world.host("m", "m-0")
+    await hosted.start()
+    told = await order(world, "m-0", Role.PREFILL)
+    with pytest.raises(InvalidRequest, match="m-0 drains already"):
+        await order(world, "m-0")
+    incarnations = await roles(world, lambda roles: roles.get("m-0") is Role.PREFILL)
+    assert incarnations["m-0"] != told
+    assert not hosted.drained.done()
+
+
+async def test_orders_are_followed_one_after_another(world):
+    """The next control plane does not know what this one passed on; and none is lost."""
+    hosted = world.host("m", "m-0")
+    await hosted.start()
+    for role in (Role.PREFILL, None):
+        hosted._ordered(role)
+    await roles(world, lambda roles: roles.get("m-0") is Role.PREFILL)
+    await asyncio.wait_for(asyncio.shield(hosted.drained), 10)
+    await world.reports(lambda reports: not reports)
+    assert not hosted.fault.done()
 
 
 async def test_an_end_comes_before_a_change_of_role(world):

@@ -19,6 +19,7 @@ from tests.e2e.plain_cluster import make_config, view_of, wait_until, with_pool
 from tests.e2e.process_cluster import Faults, fault
 from tests.e2e.ray_nodes import ray_nodes
 from tests.e2e.serve_watch import serve_watch
+from tests.e2e.streams import Prompts
 from tests.e2e.test_hardware_pools import Deployed
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ POOLS = {
 }
 """``cheap`` and ``dear`` decode, 4 sequences a worker."""
 QUIET_S = 5.0
+DRAIN_S = 5.0
 FLOOR = {"prefill": 1, "cheap": 1, "dear": 0}
 
 
@@ -46,8 +48,12 @@ def scaled(tiny_llama, tmp_path_factory):
     config = make_config(tiny_llama, roles, max_num_seqs=4)
     for name, options in POOLS.items():
         config = with_pool(config, name, **options)
+    limits = dataclasses.replace(config.limits, drain_s=DRAIN_S)
     config = dataclasses.replace(
-        config, faults=FaultsConfig(enabled=True), scaling=ScalingConfig(quiet_s=QUIET_S)
+        config,
+        limits=limits,
+        faults=FaultsConfig(enabled=True),
+        scaling=ScalingConfig(quiet_s=QUIET_S),
     )
     with ray_nodes(NODES) as nodes:
         cluster = Deployed(config, nodes, tmp_path_factory.mktemp("scaled"))
@@ -182,3 +188,38 @@ def test_full_slots_raise_the_cheaper_decode_pool_then_the_dearer_one(scaled):
         wait_grown(scaled, "dear", 1)
     wait_at_floor(scaled, quiet_s=QUIET_S)
     assert {told["prefill"] for told in watch.told[num_told:]} <= {1}, "nobody waited for prefill"
+
+
+def test_a_pool_that_shrinks_hands_its_streams_over(scaled, tiny_llama):
+    """CASES P-27: scale in: Serve ends a worker whose stream outlasts the grace; none is cut."""
+    cluster, watch = scaled
+    prompts = Prompts(tiny_llama, 6, num_prompt=20, num_tokens=900)
+    wait_at_floor(scaled)
+    slow_down(cluster, "cheap", 0.1)
+    streams = [prompts.stream(cluster.grpc, number, deadline_s=240) for number in range(6)]
+    wait_grown(scaled, "cheap", 2)
+    slow_down(cluster, "cheap", 0.1)
+    wait_until(
+        lambda: all(view.report.num_running for view in workers_of(cluster, "cheap")), 30,
+        "the new worker got nothing to do",
+    )  # fmt: skip
+    for number in (1, 2, 3, 5):
+        streams[number].leave()
+    kept = {number: streams[number] for number in (0, 4)}
+    wait_until(
+        lambda: [view.report.num_running for view in workers_of(cluster, "cheap")] == [1, 1], 10,
+        "not one stream on each",
+    )  # fmt: skip
+    wait_until(lambda: watch.targets["cheap"] == 1, 60, "it was not told to shrink")
+    wait_until(
+        lambda: any(view.report.is_draining for view in workers_of(cluster, "cheap")), 20,
+        "nobody drains",
+    )  # fmt: skip
+    assert all(stream.is_alive() for stream in kept.values()), "they were too short for this"
+    wait_until(lambda: len(workers_of(cluster, "cheap")) == 1, DRAIN_S + 15, "it did not leave")
+    slow_down(cluster, "cheap", 0)
+    for number, stream in kept.items():
+        stream.wait_end(60)
+        prompts.check(number, stream)
+    assert sum(stream.timeline.num_resumed for stream in kept.values()) == 1
+    wait_at_floor(scaled)

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.config import Role
 from cluster.errors import PdserveError
-from deploy import orders
+from deploy import cli, orders
 from tests.e2e.leaving import report_of
 from tests.e2e.plain_cluster import make_config, wait_until
 from tests.e2e.process_cluster import CONTROL, fault, process_cluster
@@ -183,7 +183,8 @@ def test_a_new_control_plane_learns_who_drains(cluster, prompts):
 def test_orders_drain_a_role_and_readiness_names_it(cluster, capsys):
     """CASES P-26, P-27: `pdserve drain`, up to the last decode worker; then one is back."""
     for name in ("decode-0", "decode-1"):
-        assert orders.drain(cluster.config, name) == 0
+        file = str(cluster.folder / "deploy.yaml")
+        assert cli.main(["drain", "--config", file, name]) == 0
         assert f"{name} has drained and left" in capsys.readouterr().out
         assert cluster.wait_exit(name, 15) == 0
     url = f"{cluster.http}/health/ready"

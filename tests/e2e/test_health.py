@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(120)]
 FAILS_S, BACK_S = 10.0, 5.0
-SLACK_S = 2.0
-"""For a machine that is busy with other tests; each bound is met without it."""
 NUM_PROMPT, NUM_TOKENS = 64, 60
 PAIR = {"prefill": (Role.PREFILL, 1), "decode": (Role.DECODE, 1)}
 INFERENCE = "pdserve.v1.Inference"
@@ -77,7 +75,7 @@ class Health:
         """Ask until it is told; fails where that takes longer than it may since then."""
         told = self.ask()
         while not is_told(told):
-            assert time.monotonic() - since < within_s + SLACK_S, told
+            assert time.monotonic() - since < within_s, told
             told = self.ask()
         return told
 
@@ -228,6 +226,23 @@ def test_an_engine_that_hangs_is_missed_and_replaced(cluster, health, prompts):
     prompts.check(1, stream)
 
 
+def test_nobody_waits_for_a_prefill_engine_that_hangs(cluster, health, prompts):
+    """Its process lives and reports: the decode worker prefills before it is replaced."""
+    pid = cluster.pid("prefill-0")
+    cluster.faults("prefill-0").set(fault("hold", "engine.step"))
+    with supervised(cluster), always_ready(health):
+        first = prompts.stream(cluster.grpc, 3, deadline_s=50)
+        cluster.faults("prefill-0").wait_fired()
+        told = health.wait(lambda told: told.missing, time.monotonic(), FAILS_S)
+        assert told.reasons == ("prefill: the engine makes no step",)
+        serve_one(cluster, prompts, 4)
+        assert cluster.pid("prefill-0") == pid, "its heir was waited for"
+        first.wait_end(60)
+        prompts.check(3, first)
+        wait_until(lambda: _is_replaced(cluster, pid, Role.PREFILL), 30, "it was not replaced")
+        health.wait_ready(time.monotonic())
+
+
 def test_an_engine_that_raises_is_missed_and_replaced(cluster, health, prompts):
     pid = cluster.pid("decode-0")
     cluster.faults("decode-0").set(fault("fail", "engine.step", nth=8))
@@ -239,14 +254,14 @@ def test_an_engine_that_raises_is_missed_and_replaced(cluster, health, prompts):
     cluster.restart("decode-0")
     health.wait_ready(time.monotonic())
     assert cluster.pid("decode-0") != pid
-    stream.wait_end()
-    # Whoever is in the step that fails may be why it does: it is ended, and not tried elsewhere.
-    assert stream.error, "the fault did not happen"
+    # P-26: the step that failed was its own, and one is a worker's death like any other.
+    stream.wait_end(60)
+    prompts.check(2, stream)
     serve_one(cluster, prompts)
 
 
-def _is_replaced(cluster, pid: int) -> bool:
-    pids = {w.worker.pid for w in cluster.view().workers if w.worker.role is Role.DECODE}
+def _is_replaced(cluster, pid: int, role: Role = Role.DECODE) -> bool:
+    pids = {w.worker.pid for w in cluster.view().workers if w.worker.role is role}
     return bool(pids) and pid not in pids
 
 

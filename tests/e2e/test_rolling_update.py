@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import subprocess
 import time
 
+import httpx
 import pytest
 
 from cluster.config import Role
 from cluster.control.facts import Health
 from cluster.errors import PdserveError
-from tests.e2e.plain_cluster import make_config, view_of, wait_until
+from deploy.run_state import RunState
+from tests.e2e.plain_cluster import (
+    make_config,
+    parse_metrics,
+    view_of,
+    wait_until,
+    with_router_replicas,
+)
 from tests.e2e.process_cluster import process_cluster
-from tests.e2e.ray_cluster import ray_cluster
+from tests.e2e.ray_cluster import PDSERVE
+from tests.e2e.ray_nodes import ray_nodes
 from tests.e2e.streams import Prompts, SteadyLoad
+from tests.e2e.test_hardware_pools import Deployed
 
+logger = logging.getLogger(__name__)
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 DRAIN_S = 20.0
-MIN_SHARE = 0.5
-"""Of ten requests a second, that were really sent."""
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +37,7 @@ def prompts(tiny_llama):
     return Prompts(tiny_llama, 20, num_prompt=48, num_tokens=20)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def config(tiny_llama):
     pools = {"prefill": (Role.PREFILL, 2), "decode": (Role.DECODE, 2)}
     config = make_config(tiny_llama, pools, max_num_seqs=16)
@@ -47,16 +58,18 @@ def incarnations(cluster) -> dict[str, str]:
     }
 
 
-def check_load(load: SteadyLoad, began: float) -> None:
-    seconds = time.monotonic() - began
-    load.check()
-    assert len(load.streams) >= 10 * MIN_SHARE * seconds, "there was no such load"
+def router_ids(cluster) -> set[str]:
+    """Of the routers that answer at the doors: each connection reaches one of them."""
+    pages = [parse_metrics(httpx.get(f"{cluster.http}/metrics").text) for _ in range(20)]
+    return {
+        dict(labels)["router"] for page in pages for _, labels in page if "router" in dict(labels)
+    }
 
 
 def test_every_worker_of_a_plain_cluster(config, tiny_llama, tmp_path, prompts):
     """CASES P-27: replaced one by one, then one taken away: 0 client-visible failures."""
     with process_cluster(config, tiny_llama, tmp_path) as cluster:
-        before, began = incarnations(cluster), time.monotonic()
+        before = incarnations(cluster)
         with SteadyLoad(cluster.grpc, prompts) as load:
             load.wait_started(5)
             for name in cluster.pools:
@@ -69,28 +82,104 @@ def test_every_worker_of_a_plain_cluster(config, tiny_llama, tmp_path, prompts):
             cluster.terminate("decode-1")
             assert cluster.wait_exit("decode-1", DRAIN_S + 10) == 0
             load.wait_started(5)
-        check_load(load, began)
+        load.check()
         assert before.keys() == after.keys() == cluster.pools.keys()
         assert not set(before.values()) & set(after.values()), "one was not replaced"
         cluster.wait_quiet()
 
 
+@pytest.fixture(scope="module")
+def deployed(config, tmp_path_factory):
+    """Two workers of each role and two routers on a Ray of one head node and one other."""
+    shape = with_router_replicas(config, 2)
+    with ray_nodes([{}]) as nodes:
+        cluster = Deployed(shape, nodes, tmp_path_factory.mktemp("rolling"))
+        done = cluster.command("deploy", "--wait-ready", "150")
+        assert done.returncode == 0, done.stdout + done.stderr
+        try:
+            yield cluster
+        finally:
+            gone = cluster.command("down", timeout_s=90)
+            RunState(config.endpoints.control_port).clear(10)
+            assert "taken away" in gone.stdout, gone.stderr
+
+
+def told(cluster, *words: str) -> str:
+    """What ``pdserve`` says to an order, with the cluster's deploy file."""
+    name, *rest = words
+    done = subprocess.run(
+        [*PDSERVE, name, "--config", str(cluster.file), *rest],
+        capture_output=True, text=True, timeout=90, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def wait_replaced(cluster, names, old: set[str]) -> None:
+    def are_all_back() -> bool:
+        return incarnations(cluster).keys() == names and not old & set(
+            incarnations(cluster).values()
+        )
+
+    wait_until(are_all_back, 90, "not all came back")
+
+
 @pytest.mark.ray
-def test_every_worker_on_ray(config, tmp_path, prompts):
+def test_a_role_change_on_ray(deployed, prompts):
+    """Point 7: `pdserve set-role` and back; the same process, so the weights as they were."""
+    before = {w.worker.worker_id: w.worker for w in view_of(deployed).workers}
+    with SteadyLoad(deployed.grpc, prompts) as load:
+        load.wait_started(5)
+        for role in (Role.MIXED, Role.DECODE):
+            said = told(deployed, "set-role", "decode-1", role.value)
+            assert f"decode-1 serves as {role.value}" in said
+            load.wait_started(10)
+    load.check()
+    after = {w.worker.worker_id: w.worker for w in view_of(deployed).workers}
+    assert {name: w.pid for name, w in before.items()} == {n: w.pid for n, w in after.items()}
+    assert after["decode-1"].incarnation != before["decode-1"].incarnation
+    assert after["decode-1"].role is Role.DECODE
+
+
+@pytest.mark.ray
+def test_every_worker_on_ray(deployed, prompts):
     """CASES P-27: `pdserve drain` one by one; Serve puts another in the place of each."""
-    with ray_cluster(config, tmp_path) as cluster:
-        before, began = incarnations(cluster), time.monotonic()
-        seen = set(before.values())
-        with SteadyLoad(cluster.grpc, prompts) as load:
-            load.wait_started(5)
-            for name in before:
-                told = cluster.command("drain", name, timeout_s=60)
-                assert told.returncode == 0, told.stderr
-                assert "has drained and left" in told.stdout
-                wait_until(
-                    lambda: incarnations(cluster).keys() == before.keys(), 60, "none came back"
-                )
-                seen |= set(incarnations(cluster).values())
-                load.wait_started(3)
-        check_load(load, began)
-        assert len(seen) == 2 * len(before), "one was not replaced"
+    before = incarnations(deployed)
+    seen = set(before.values())
+    with SteadyLoad(deployed.grpc, prompts) as load:
+        load.wait_started(5)
+        for name in before:
+            began = time.monotonic()
+            assert f"{name} has drained and left" in told(deployed, "drain", name)
+            left = time.monotonic()
+            wait_until(lambda: incarnations(deployed).keys() == before.keys(), 60, "none came back")
+            logger.info(
+                "worker=%s left after %.1f s, back %.1f s later",
+                name, left - began, time.monotonic() - left,
+            )  # fmt: skip
+            seen |= set(incarnations(deployed).values())
+            load.wait_started(3)
+    load.check()
+    assert len(seen) == 2 * len(before), "one was not replaced"
+
+
+@pytest.mark.ray
+def test_a_changed_config_on_ray(deployed, prompts, tmp_path):
+    """CASES P-27: `pdserve deploy` again: Serve itself stops and starts every process under load.
+
+    Workers, routers and the control plane: nothing fails, and no stream is cut to be resumed.
+    """
+    before, routers = incarnations(deployed), router_ids(deployed)
+    limits = dataclasses.replace(deployed.config.limits, drain_s=DRAIN_S + 1.0)
+    changed = Deployed(
+        dataclasses.replace(deployed.config, limits=limits), deployed.nodes, tmp_path
+    )
+    with SteadyLoad(deployed.grpc, prompts) as load:
+        load.wait_started(5)
+        done = changed.command("deploy", "--wait-ready", "150")
+        assert done.returncode == 0, done.stdout + done.stderr
+        wait_replaced(changed, before.keys(), set(before.values()))
+        load.wait_started(5)
+    load.check()
+    assert not any(stream.timeline.num_resumed for _, stream in load.streams), "one was cut"
+    assert not routers & router_ids(changed), "a router was not replaced"

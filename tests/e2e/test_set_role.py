@@ -10,7 +10,7 @@ import pytest
 
 from cluster.config import Role
 from cluster.errors import InvalidRequest
-from deploy import orders
+from deploy import cli, orders
 from tests.e2e.leaving import report_of
 from tests.e2e.plain_cluster import make_config
 from tests.e2e.process_cluster import process_cluster
@@ -40,14 +40,15 @@ def registration(cluster, name: str):
 
 
 def test_a_worker_takes_each_role_under_load(cluster, prompts, capsys):
-    """Point 7: drain, switch halves, register; the same process, the weights as they are."""
+    """Point 7: `pdserve set-role`: drain, switch halves, register; the same process and weights."""
     process = psutil.Process(cluster.pid("decode-1"))
     began, seen = process.create_time(), {registration(cluster, "decode-1").incarnation}
     num_loads = cluster.log("decode-1").count("pinned")
     with SteadyLoad(cluster.grpc, prompts) as load:
         for role in (Role.PREFILL, Role.MIXED, Role.DECODE):
             load.wait_started(3)
-            assert orders.set_role(cluster.config, "decode-1", role) == 0
+            words = ["set-role", "--config", str(cluster.folder / "deploy.yaml")]
+            assert cli.main([*words, "decode-1", role.value]) == 0
             assert f"decode-1 serves as {role.value}" in capsys.readouterr().out
             load.wait_started(15)
             present = registration(cluster, "decode-1")

@@ -94,20 +94,43 @@ def test_a_new_control_plane_places_nothing_before_it_knows_who_drains():
 
 def test_orders_name_what_they_cannot_do():
     story = Story(counts=TWO_OF_EACH)
-    check = story.planner.check_order
+
+    def check(worker_id, role):
+        return story.planner.take_order(worker_id, role, story.now)
+
     with pytest.raises(
         InvalidRequest, match="no worker is called 'x': there is decode-0, decode-1"
     ):
         check("x", None)
     with pytest.raises(InvalidRequest, match="decode-0 is a decode worker"):
         check("decode-0", Role.DECODE)
-    assert check("decode-0", None).incarnation == check("decode-0", Role.MIXED).incarnation
     story.report("decode-0", is_draining=True)
     with pytest.raises(InvalidRequest, match="decode-0 drains already"):
         check("decode-0", None)
     story.planner.worker_stream_lost("decode-1", "decode-1-i", story.now)
     with pytest.raises(InvalidRequest, match="decode-1 cannot be told"):
         check("decode-1", Role.PREFILL)
+
+
+def test_a_second_order_before_the_first_is_reported_is_refused():
+    """It would reach a worker that drains, which can follow one only."""
+    story = Story(counts=TWO_OF_EACH)
+    first = story.planner.take_order("decode-0", Role.MIXED, story.now)
+    for role in (None, Role.MIXED, Role.PREFILL):
+        with pytest.raises(InvalidRequest, match="decode-0 drains already"):
+            story.planner.take_order("decode-0", role, story.now)
+    assert story.planner.take_order("decode-1", None, story.now).worker_id == "decode-1"
+    switch(story, "decode-0", Role.MIXED)
+    second = story.planner.take_order("decode-0", Role.DECODE, story.now)
+    assert second.incarnation != first.incarnation
+
+
+def test_an_order_that_never_reached_its_worker_may_be_given_again():
+    """What is cut off takes it along; the same incarnation is back, and goes on serving."""
+    story = Story(counts=TWO_OF_EACH)
+    story.planner.take_order("decode-0", None, story.now)
+    story.advance(3.0, reporting=story.workers)
+    assert story.planner.take_order("decode-0", None, story.now).worker_id == "decode-0"
 
 
 def test_a_worker_of_a_scaled_pool_keeps_its_role():
@@ -118,8 +141,8 @@ def test_a_worker_of_a_scaled_pool_keeps_its_role():
     registration = make_registration(scaled)
     planner.register(registration, 0.0)
     with pytest.raises(InvalidRequest, match="pool p has a min and a max"):
-        planner.check_order(registration.worker_id, Role.MIXED)
-    assert planner.check_order(registration.worker_id, None).pool == "p"
+        planner.take_order(registration.worker_id, Role.MIXED, 0.0)
+    assert planner.take_order(registration.worker_id, None, 0.0).pool == "p"
 
 
 def test_a_role_that_a_pool_does_not_fit_is_refused_with_the_key():
@@ -129,7 +152,7 @@ def test_a_role_that_a_pool_does_not_fit_is_refused_with_the_key():
     )
     story = Story(shared, counts={"both": 2})
     with pytest.raises(InvalidRequest, match=r"role prefill: pools\.both\.gpus_per_worker: NCCL"):
-        story.planner.check_order("both-0", Role.PREFILL)
+        story.planner.take_order("both-0", Role.PREFILL, story.now)
     told = make_registration(shared, 0, role=Role.PREFILL, pool_role=Role.MIXED)
     assert "gpus_per_worker" in objection(story.config, told, [])
     free = dataclasses.replace(story.config, transport=TransportKind.AUTO)

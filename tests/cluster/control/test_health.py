@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.config import Role
+from cluster.config import LocalPrefill, Role
 from cluster.control.facts import Health
 from cluster.control.readiness import can_serve, may_wait, missing_roles
-from tests.cluster.control.factory import deaths, grants
+from tests.cluster.control.factory import deaths, grants, make_pool, two_pools
 from tests.cluster.control.story import SETTINGS, Story
 
 PATIENCE_S = 5.0
@@ -55,6 +55,47 @@ def test_a_stalled_worker_gets_no_grants():
     hang(story, "decode-0", PATIENCE_S + 2)
     (grant,) = grants(story.want())
     assert grant.decode.worker_id == "decode-1"
+
+
+def test_fresh_work_goes_by_a_prefill_worker_that_hangs():
+    """P-26: the decode worker prefills until it moves again; its heir is not waited for."""
+    story = Story(*two_pools(slots=8))
+    hang(story, "prefill-0", PATIENCE_S + 2)
+    for number, max_tokens in enumerate((1, 16)):
+        (grant,) = grants(story.want(f"r{number}", max_tokens=max_tokens))
+        assert (grant.prefill, grant.decode.worker_id) == (None, "decode-0")
+        assert grant.reason.startswith("no prefill worker that this request may use: ")
+    story.report("prefill-0", num_steps=8, num_running=1, step_patience_s=PATIENCE_S)
+    (grant,) = grants(story.want("later"))
+    assert grant.prefill.worker_id == "prefill-0"
+
+
+def test_who_waited_for_it_goes_on_once_it_hangs():
+    """It had no room for the request; that it hangs is news, and no tick is waited for."""
+    story = Story(*two_pools(slots=8), local_prefill=LocalPrefill.NEVER)
+    full = {**HANGS, "queued_tokens": 1 << 20}
+    story.report("prefill-0", **full)
+    assert story.want() == []
+    story.now += PATIENCE_S + 1
+    (grant,) = grants(story.report("prefill-0", **full))
+    assert (grant.prefill, grant.decode.worker_id) == (None, "decode-0")
+
+
+def test_a_mixed_worker_does_what_the_one_that_hangs_would():
+    pools = (*two_pools(slots=8), make_pool("mixed", Role.MIXED, slots=8))
+    story = Story(*pools)
+    hang(story, "decode-0", PATIENCE_S + 2)
+    (grant,) = grants(story.want())
+    assert (grant.prefill, grant.decode.worker_id) == (None, "mixed-0")
+
+
+def test_with_nobody_else_it_is_waited_for():
+    """It may go on, and is dead or replaced in seconds otherwise."""
+    story = Story()
+    hang(story, "decode-0", PATIENCE_S + 2)
+    assert story.want() == []
+    (grant,) = grants(story.report("decode-0", num_steps=8))
+    assert grant.prefill.worker_id == "prefill-0"
 
 
 def test_a_stalled_worker_that_falls_silent_dies_like_any_other():
