@@ -8,7 +8,7 @@
     ├── QueueFull          429  RESOURCE_EXHAUSTED   the caller has its share already; retryable
     │   └── ClusterFull    503  UNAVAILABLE          too many wait, whoever comes; retryable
     ├── Cancelled          499  CANCELLED            the client left or asked to stop
-    ├── EngineFault        500  INTERNAL             a step failed: our bug
+    ├── EngineFault        500  INTERNAL             a bug of ours or of a library
     ├── WorkerLost         502  ABORTED              a worker died or was cut off; retryable
     ├── HandoffFailed      502  DATA_LOSS            the KV did not arrive whole; retryable
     ├── NoWorker           503  UNAVAILABLE          no worker of a needed role; retryable
@@ -109,7 +109,7 @@ class Cancelled(PdserveError):
 
 
 class EngineFault(PdserveError):
-    """A step failed: a bug of ours or of a library."""
+    """What cannot be, is: a bug of ours or of a library."""
 
     code = "engine_fault"
 
@@ -181,5 +181,7 @@ _WIRE_ERRORS: tuple[type[PdserveError], ...] = (
     NoWorker,
     DeadlineExceeded,
 )
+IN_STEP = "step"
+"""Stage of the ``WorkerLost`` that ends those whose step failed: they may be what it died of."""
 BY_CODE: dict[str, type[PdserveError]] = {error.code: error for error in _WIRE_ERRORS}
 """Error types by the ``code`` they carry on a wire."""

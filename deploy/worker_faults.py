@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from cluster.config import DeployConfig
     from cluster.engine.loop import Runner
-    from cluster.engine.plan import Outcome, Plan
+    from cluster.engine.plan import Outcome, Plan, Scheduled
     from cluster.engine.stored import OnStored
     from cluster.rpc.legs import LegHandler
     from cluster.rpc.link import LinkEvents
@@ -37,14 +37,25 @@ class FaultyRunner:
 
     def run(self, plan: Plan, on_stored: OnStored | None = None) -> Outcome:
         """Compute one step, late or not at all where the plan says so."""
-        firing = self._switch.at(Point.STEP)
-        if firing is not None:
-            if firing.fault.verb is Verb.FAIL:
-                raise EngineFault("broken on purpose", stage="step")
-            is_delay = firing.fault.verb is Verb.DELAY
-            patience_s = firing.fault.seconds if is_delay else _HELD_S
-            self._switch.wait_over(firing, patience_s, self._never)
-        return self._inner.run(plan, on_stored)
+        self._pass(Point.STEP)
+        if on_stored is None:
+            return self._inner.run(plan)
+
+        def tell(shares: tuple[Scheduled, ...], num_layers: int) -> None:
+            on_stored(shares, num_layers)
+            self._pass(Point.STORED)
+
+        return self._inner.run(plan, tell)
+
+    def _pass(self, point: Point) -> None:
+        firing = self._switch.at(point)
+        if firing is None:
+            return
+        if firing.fault.verb is Verb.FAIL:
+            raise EngineFault("broken on purpose", stage="step")
+        is_delay = firing.fault.verb is Verb.DELAY
+        patience_s = firing.fault.seconds if is_delay else _HELD_S
+        self._switch.wait_over(firing, patience_s, self._never)
 
 
 class WorkerFaults:

@@ -73,6 +73,8 @@ class Outgoing:
     """When the latest segment was given to the link."""
     turn_at: float | None = None
     """When the link's thread came to the first bytes of that segment; set there."""
+    read_at: float | None = None
+    """When it came to the latest ones."""
     transfer_s: float = 0.0
     """With the link, over the segments before the last."""
     moving_s: float = 0.0
@@ -89,8 +91,8 @@ class Outgoing:
         return is_open and now >= (self.asked_at or 0.0) + lease_s
 
     def is_uncommitted(self, now: float, lease_s: float) -> bool:
-        """Whether no COMMIT came within the lease of the last segment's turn."""
-        return self.is_all_sent and self.turn_at is not None and now >= self.turn_at + lease_s
+        """Whether no COMMIT came within the lease of the last segment's latest bytes."""
+        return self.is_all_sent and self.read_at is not None and now >= self.read_at + lease_s
 
     def begin(self, segment: Segment, now: float) -> None:
         """Note that a segment goes to the link."""
@@ -98,7 +100,8 @@ class Outgoing:
         manifest = segment.manifest
         self.band, self.num_layers = manifest.blocks, manifest.layers.stop
         self.is_all_sent = manifest.is_last
-        self.segment_at, self.turn_at = now, None if manifest.num_bytes else now
+        self.segment_at = now
+        self.turn_at = self.read_at = None if manifest.num_bytes else now
 
     def spent(self, now: float) -> tuple[float, float]:
         """Return (with the link, moving), seconds, with the latest segment ending now."""

@@ -121,7 +121,9 @@ class PrefillHalf:
     def router_lost(self, sink: LegSink, cause: AbortCause) -> None:
         """Give up all legs of a router that is gone."""
         for opened in self.book.answering_to(sink):
-            self.abort_leg(opened.key, cause)
+            if opened.aborted is None:
+                # It may have lost this worker only: its decode leg must end as one to be retried.
+                self._give_up(opened, cause, abort_error(cause, STAGE), said=AbortCause.LEASE)
 
     def close(self, cause: AbortCause, error: PdserveError) -> None:
         """Give up everything; what the engine has ends by its events."""
@@ -199,9 +201,17 @@ class PrefillHalf:
             output_ids = (*opened.leg.output_ids, *(token.token_id for token in drawn))
             self.outbox.export(opened, output_ids, drawn[-1].logprobs, times)
 
-    def _give_up(self, opened: OpenLeg, cause: AbortCause, error: PdserveError | None) -> None:
+    def _give_up(
+        self,
+        opened: OpenLeg,
+        cause: AbortCause,
+        error: PdserveError | None,
+        *,
+        said: AbortCause | None = None,
+    ) -> None:
+        """End a leg; the receiver of its KV is told ``said``, by default ``cause``."""
         opened.give_up(cause, error)
-        self.outbox.abort(opened.key, cause)
+        self.outbox.abort(opened.key, said or cause)
         if opened.key in self._in_engine:
             self._engine.abort(opened.key, error or Cancelled("stopped", stage=STAGE))
             return

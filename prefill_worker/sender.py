@@ -275,8 +275,9 @@ class Sender:
         self, outgoing: Outgoing, segment: Segment, start: int, num_blocks: int, out_B: Tensor
     ) -> None:
         # On the link's thread.
+        outgoing.read_at = now = self._clock.now()
         if start == 0:
-            outgoing.turn_at = self._clock.now()
+            outgoing.turn_at = now
         block_ids = segment.block_ids[start : start + num_blocks]
         self._cache.export_blocks(block_ids, out_B, segment.manifest.layers)
 

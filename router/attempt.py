@@ -253,6 +253,7 @@ class Attempt:
         if self._search is not None:
             return
         self._note_lost(LegKind.DECODE, notice.error, is_death=False)
+        notice.error.worker_id = notice.error.worker_id or self.peers[LegKind.DECODE].worker_id
         if not self._can_redirect(notice.error):
             raise notice.error
         self._look_for_another(notice.error)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from cluster.errors import PdserveError, WorkerLost
+from cluster.errors import IN_STEP, PdserveError, WorkerLost
 from cluster.request import (
     Beat,
     ExportWaiting,
@@ -49,7 +49,7 @@ class LegNews:
     incarnation: str
     said: Said
     is_death: bool = False
-    """An end that was made here: the worker had the leg when it was lost."""
+    """The worker had the leg when it was lost, or in the step that it died of."""
 
 
 Hear = Callable[[LegNews], None]
@@ -125,9 +125,14 @@ class _Worker:
             hear(LegNews(kind, peer.incarnation, end, is_death=is_death))
 
     def _tell(self, said: Said, leg: tuple[LegKind, Hear] | None) -> None:
-        if leg is not None:
-            kind, hear = leg
-            hear(LegNews(kind, self.peer.incarnation, said))
+        if leg is None:
+            return
+        kind, hear = leg
+        is_death = False
+        if isinstance(said, LegEnd) and (error := said.error) is not None:
+            is_death = isinstance(error, WorkerLost) and error.stage == IN_STEP
+            _name(error, self.peer)
+        hear(LegNews(kind, self.peer.incarnation, said, is_death=is_death))
 
 
 class Workers:
@@ -152,6 +157,7 @@ class Workers:
         except PdserveError as error:
             if isinstance(error, WorkerLost):
                 self._drop(peer.incarnation)
+            _name(error, peer)
             if worker.legs.pop(leg.key, None) is not None:
                 hear(LegNews(leg.kind, peer.incarnation, LegEnd(key=leg.key, error=error)))
         except BaseException:
@@ -218,6 +224,11 @@ class Workers:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.warning("a message to a worker failed: %r", error)
+
+
+def _name(error: PdserveError, peer: Peer) -> None:
+    """Say whose an error is that names nobody."""
+    error.worker_id = error.worker_id or peer.worker_id
 
 
 async def _within(timeout_s: float, tasks: Iterable[asyncio.Task[None]]) -> None:

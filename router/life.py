@@ -26,13 +26,16 @@ from typing import TYPE_CHECKING
 from cluster.control.facts import Want
 from cluster.errors import Cancelled, DeadlineExceeded, EngineFault, PdserveError, WorkerLost
 from cluster.handoff import AbortCause
-from cluster.request import NO_PREFIX, FinishReason, PromptLogprobs, Token
+from cluster.request import NO_PREFIX, FinishReason, LegKind, PromptLogprobs, Token
 from router.attempt import Attempt
 from router.events import Accepted, Delta, Finish, Scored
 from router.timeline import Record, cached_tokens, make_timeline
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from cluster.control.facts import ExportRef, Grant
+    from cluster.request import Peer
     from router.parts import Parts
 
 logger = logging.getLogger(__name__)
@@ -60,6 +63,7 @@ class Life:
         self.prefilled_on = ""
         """Incarnation that computes the prompt, or has."""
         self._phase = "queue"
+        self._peers: Mapping[LegKind, Peer] = {}  # of the attempt under way
         self._output_ids: list[int] = []
         self._record = Record()
         self._num_wants = 0
@@ -155,7 +159,9 @@ class Life:
                             raise
                         self._log_failure(error)
         except TimeoutError:
-            raise DeadlineExceeded("the deadline passed", stage=self._phase) from None
+            raise DeadlineExceeded(
+                "the deadline passed", stage=self._phase, worker_id=self._worker_id()
+            ) from None
 
     def _may_try_again(self, error: PdserveError) -> bool:
         is_allowed = self._parts.resumes or not self._output_ids
@@ -164,6 +170,7 @@ class Life:
     async def _place(self) -> Grant:
         # What was let in once and fails here was not refused before work.
         self._phase = "placement" if self._record.num_attempts else "queue"
+        self._peers = {}
         request, parts = self.request, self._parts
         if not request.params.prompt_logprobs:  # for these every position is computed
             self._prefix = parts.prefixes.of(
@@ -187,7 +194,7 @@ class Life:
                 grant, self.request, self._output_ids, parts=self._parts, owner=self,
                 prefix=self._prefix,
             )  # fmt: skip
-            grant_ids = attempt.grant_ids
+            grant_ids, self._peers = attempt.grant_ids, attempt.peers
             self._begin()
             try:
                 await attempt.start()
@@ -274,6 +281,13 @@ class Life:
                 await attempt.last_words()
         except TimeoutError:
             logger.info("leg=%s gave no last word", attempt.key)
+
+    def _worker_id(self) -> str:
+        """Who is at work on it; empty while it waits for a place."""
+        kinds = (LegKind.LOCAL, LegKind.PREFILL, LegKind.DECODE)
+        if self._phase == "decode":
+            kinds = (LegKind.LOCAL, LegKind.DECODE, LegKind.PREFILL)
+        return next((self._peers[kind].worker_id for kind in kinds if kind in self._peers), "")
 
     def _num_left(self) -> int:
         return self.request.params.max_tokens - len(self._output_ids)

@@ -9,6 +9,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from cluster.errors import (
+    IN_STEP,
     Cancelled,
     ClusterFull,
     DeadlineExceeded,
@@ -32,7 +33,18 @@ _TEXTS: dict[type[PdserveError], str] = {
     DeadlineExceeded: "the deadline passed",
 }
 _STAGES = frozenset(
-    {"edge", "queue", "placement", "intake", "prefill", "handoff", "link", "decode", "cancel"}
+    {
+        "edge",
+        "queue",
+        "placement",
+        "intake",
+        "prefill",
+        "handoff",
+        "link",
+        "decode",
+        IN_STEP,
+        "cancel",
+    }
 )
 
 _TOLD_AT: dict[type[PdserveError], frozenset[str]] = {

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     Deliver = Callable[[], None]
 
+_BROKEN = "broken on purpose"
 _POINTS: dict[type, Point] = {
     Offer: Point.OFFER,
     Credit: Point.CREDIT,
@@ -129,12 +130,15 @@ class FaultyLinkEvents:
         self._events = events
         self._switch = switch
         self._lanes: dict[Link, FaultyLane] = {}
+        switch.subscribe(self._plan_changed)
 
     def on_signal(self, link: Link, message: LinkSignal) -> None:
         """Take one message of the peer's."""
         lane = self._lanes.get(link)
         if lane is None:
             lane = self._lanes[link] = FaultyLane(self._switch)
+            if self._breaks(link):
+                return
         tell = partial(self._events.on_signal, link)
         early = None
         if isinstance(message, Credit):
@@ -143,7 +147,7 @@ class FaultyLinkEvents:
             _POINTS[type(message)],
             link.peer.worker_id,
             partial(tell, message),
-            broken=partial(link.close, "broken on purpose"),
+            broken=partial(link.close, _BROKEN),
             early=early,
         )
 
@@ -153,6 +157,16 @@ class FaultyLinkEvents:
         if lane is not None:
             lane.close()
         self._events.on_link_lost(link, reason)
+
+    def _plan_changed(self) -> None:
+        for link in self._lanes:
+            self._breaks(link)
+
+    def _breaks(self, link: Link) -> bool:
+        if self._switch.at(Point.LINK, link.peer.worker_id) is None:
+            return False
+        link.close(_BROKEN)
+        return True
 
 
 class FaultyLegs:

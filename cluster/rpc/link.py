@@ -187,6 +187,8 @@ class Link:
         self._rendezvous.fail(reason)
         if self._turns is not None:
             self._turns.fail(reason)
+        if self._staged is not None:
+            self._staged.channel.condemn()  # others of its GPU may wait for what it is at
         self._thread.stop_after(self._close_channel)
         if self._opened.is_set() and self._events is not None:
             # Not from within: whoever closes a link may hold state that the handler changes.
@@ -317,8 +319,7 @@ class Link:
         """Wait for a job of the link's thread, or for the link's end; cancelling only delays."""
         cancelled = await _wait_out(job, self._lost)
         if not job.done():
-            # The thread may be blocked in the channel. It may also be inside a callback, which
-            # must be over before the caller is told; a later one finds the link lost.
+            # It may be inside a callback, which must be over before the caller is told.
             passed = asyncio.ensure_future(asyncio.to_thread(self._pass_callbacks))
             cancelled |= await _wait_out(passed)
         if self._staged is not None and self._staged.channel.is_dead:

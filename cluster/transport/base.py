@@ -108,6 +108,15 @@ class Channel(ABC):
         if must_release:
             self._release()
 
+    def condemn(self) -> None:
+        """End a running operation early, where that can be done; from any thread, never waits.
+
+        Nothing is let go of but by it: ``close`` is still due.
+        """
+        with self._state:
+            self._death = self._death or "closed"
+        self._interrupt()
+
     @property
     def is_dead(self) -> bool:
         """Whether it was closed or has failed."""

@@ -66,8 +66,12 @@ class Point(enum.Enum):
     LEG = "leg.start"
     LEG_ABORT = "leg.abort"
     REDIRECT = "leg.redirect"
+    LINK = "link"
+    """A link: each that has carried a word when the plan is set, and each new one at its first."""
     STEP = "engine.step"
     """Before a step is computed."""
+    STORED = "engine.stored"
+    """After layers of a step that runs were stored, and told of."""
     CONTROL_OUT = "control.out"
     """What a client of the control plane says."""
     CONTROL_IN = "control.in"
@@ -90,7 +94,9 @@ VERBS: dict[Point, frozenset[Verb]] = {
     Point.LEG: frozenset(_LEG),
     Point.LEG_ABORT: frozenset(_LEG),
     Point.REDIRECT: frozenset(_LEG),
+    Point.LINK: frozenset({Verb.FAIL}),
     Point.STEP: frozenset({Verb.DELAY, Verb.FAIL, Verb.HOLD}),
+    Point.STORED: frozenset({Verb.DELAY, Verb.HOLD}),
     Point.CONTROL_OUT: frozenset(_CONTROL),
     Point.CONTROL_IN: frozenset(_CONTROL),
 }

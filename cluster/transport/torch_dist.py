@@ -6,8 +6,9 @@ the link's rendezvous instead of a TCPStore, which would listen on every interfa
 who they are.
 
 A wait on gloo cannot be interrupted: it ends with its operation, with the peer's socket, or at its
-timeout. NCCL knows no such wait: the host polls until its deadline, and then gives the group up
-itself, for torch's own watchdog would end the process. All waits run on the link's own thread.
+timeout. NCCL knows no such wait: the host polls until its deadline or until the channel is closed,
+and then gives the group up itself, for torch's own watchdog would end the process. All waits run
+on the link's own thread.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from cluster.config import TransportKind
 from cluster.transport.base import (
     SENDER,
     Channel,
+    ChannelClosed,
     PeerLost,
     Rendezvous,
     TransferTimeout,
@@ -202,6 +204,8 @@ class _NcclChannel(_TorchDistChannel):
                 start().wait()  # orders our stream behind the transfer; the host goes on
                 done.record(self._stream)
             while not done.query():
+                if self.is_dead:
+                    raise ChannelClosed("closed while bytes moved", stage="transfer")
                 if time.monotonic() > deadline:
                     raise TransferTimeout(f"no end within {timeout_s:.1f} s", stage="transfer")
                 time.sleep(_POLL_S)

@@ -1,6 +1,7 @@
 """The fault seam of a worker: absent unless the deploy file asks for it."""
 
 import dataclasses
+import threading
 import time
 
 import grpc
@@ -64,6 +65,8 @@ class Steps:
     num_steps = 0
 
     def run(self, plan: Plan, on_stored=None) -> Outcome:
+        for num_layers in (1, 2) if on_stored is not None else ():
+            on_stored((), num_layers)
         self.num_steps += 1
         return Outcome(())
 
@@ -83,3 +86,26 @@ def test_a_step_can_be_slow_and_can_fail():
     with pytest.raises(EngineFault):
         runner.run(Plan(()))
     assert (steps.num_steps, switch.fired()) == (1, (1, 1))
+
+
+def test_a_step_can_stand_still_with_its_layers_stored():
+    """They were told of before, so that they travel meanwhile."""
+    switch, steps, told = faults_of(enabled=True).switch, Steps(), []
+    runner = FaultyRunner(steps, switch)
+    has_all = threading.Event()
+
+    def on_stored(shares, num_layers):
+        told.append(num_layers)
+        if num_layers == 2:
+            has_all.set()
+
+    switch.set([Fault(verb=Verb.HOLD, point=Point.STORED, nth=2)])
+    thread = threading.Thread(target=runner.run, args=(Plan(()), on_stored))
+    thread.start()
+    assert has_all.wait(5)
+    thread.join(0.05)
+    assert thread.is_alive()
+    assert (told, steps.num_steps) == ([1, 2], 0)
+    switch.set(())
+    thread.join(5)
+    assert steps.num_steps == 1

@@ -96,7 +96,10 @@ async def test_the_decode_worker_is_told_at_once(state, abort):
     abort(pair)
     pair.wire.let_go()
     await pair.settle()
-    assert pair.d_sink.ends[KEY].error is not None
+    error = pair.d_sink.ends[KEY].error
+    assert error is not None
+    # A router that lost only this worker goes on with another one.
+    assert error.is_retryable or abort is abort_prefill
     assert pair.d_pool.counts().importing == 0
 
 

@@ -1,11 +1,14 @@
 """How one handoff goes for its sender: its commit, its times, and what fails on the way."""
 
+import asyncio
+
 import pytest
 
 from cluster.errors import Cancelled, DeadlineExceeded, HandoffFailed
 from cluster.handoff import AbortCause, AbortHandoff, Commit, Credit, ManifestBytes
 from tests.factories import expected_tokens, make_key
-from tests.lifecycle.pair import DEADLINE_S, LEASE_S, MAX_TOKENS, Pair
+from tests.lifecycle.fakes import LAYOUT, FakeStaging
+from tests.lifecycle.pair import DEADLINE_S, LEASE_S, MAX_TOKENS, NUM_PROMPT_TOKENS, Pair
 from tests.lifecycle.states import (
     KEY,
     abort_prefill,
@@ -106,6 +109,37 @@ async def test_waiting_for_its_turn_is_neither_lease_nor_cost():
     assert pair.p_sink.ends[KEY].times.transfer_s == LEASE_S + 1.25
     (transfer,) = pair.prefill.outbox.take_transfers()
     assert transfer.seconds == 0.25
+    pair.assert_idle()
+
+
+async def test_the_lease_begins_anew_with_each_piece_of_a_slow_link(monkeypatch):
+    """All of a big export may be one segment: its bytes flow, however long they take."""
+    pair = Pair(streams=False)
+    pieces, link = asyncio.Queue(), pair.wire.sender
+
+    async def send_in_pieces(manifest, export) -> None:
+        staging = FakeStaging(manifest.block_bytes)
+        for block in range(manifest.num_blocks):
+            await pieces.get()
+            piece = FakeStaging(manifest.block_bytes)
+            export(block, 1, piece)
+            staging += piece
+        pair.wire.bytes.put_nowait(staging)
+
+    monkeypatch.setattr(link, "_send", send_in_pieces)
+    pair.start()
+    await pair.prefill_all()
+    num_blocks = LAYOUT.num_blocks_for(NUM_PROMPT_TOKENS)
+    for _ in range(num_blocks):
+        pieces.put_nowait(None)
+        await pair.settle()
+        pair.pass_time(LEASE_S - 1)
+    await pair.run_dry()
+    assert pair.p_sink.ends[KEY].error is None
+    assert pair.d_sink.output(KEY) == expected_tokens("r", MAX_TOKENS)
+    # STEP: what it costs is counted from the first piece on.
+    (transfer,) = pair.prefill.outbox.take_transfers()
+    assert transfer.seconds == (num_blocks - 1) * (LEASE_S - 1)
     pair.assert_idle()
 
 

@@ -7,6 +7,7 @@ import pytest
 from cluster.errors import EngineFault, HandoffFailed, NoWorker, WorkerLost
 from cluster.handoff import AbortCause
 from cluster.request import FinishReason
+from cluster.rpc.legs import abort_error
 from tests.router.fakes import FakeCluster, make_router, metric, speaks, until
 from tests.router.reading import finished, read, start
 
@@ -98,6 +99,31 @@ async def test_no_worker_for_the_second_attempt_is_the_last_word():
     _, _, error = await read(generation)
     assert isinstance(error, NoWorker)
     assert error.retry_after_s == 3
+    await finished(service, cluster)
+
+
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+async def test_a_router_that_lost_its_prefill_worker_alone_goes_on_with_another(first):
+    """P-20: that one tells the decode worker, who may be heard before its own stream is missed."""
+    cluster = FakeCluster()
+    cluster.route.pairs = [("p0", "d0"), ("p1", "d1")]
+    service = make_router(cluster)
+    generation = await start(cluster, service, max_tokens=3)
+    prefill, decode = await cluster.started("p0", "d0")
+    prefill.say(A)
+    if first == "prefill":
+        prefill.give_up()
+    decode.say(error=abort_error(AbortCause.LEASE, "handoff"))
+    if first == "decode":
+        cluster.route.pairs = [None, ("p1", "d1")]  # nobody takes the export meanwhile
+        await until(lambda: len(cluster.route.wants) == 2)
+        prefill.give_up()
+    heir, other = await cluster.started("p1", "d1")
+    assert heir.legs[0].output_ids == (A,)
+    heir.say(B, start=1, ends=True)
+    other.say(B, C, start=1, finish=FinishReason.LENGTH)
+    text, _, finish = await read(generation)
+    assert (text, finish.num_resumed) == ("abc", 1)
     await finished(service, cluster)
 
 

@@ -6,7 +6,14 @@ import asyncio
 
 import pytest
 
-from cluster.errors import Cancelled, DeadlineExceeded, HandoffFailed, NoWorker, WorkerLost
+from cluster.errors import (
+    IN_STEP,
+    Cancelled,
+    DeadlineExceeded,
+    HandoffFailed,
+    NoWorker,
+    WorkerLost,
+)
 from cluster.handoff import AbortCause
 from cluster.request import FinishReason, LegKind
 from router.events import Delta, Finish
@@ -165,6 +172,40 @@ async def test_what_had_overtaken_a_missing_token_is_computed_again():
     text, ids, _ = await read(generation)
     assert (text, ids) == ("cde", [C, D, E])
     assert metric(service, "pdserve_wasted_tokens_total") == 1
+    await finished(service, cluster)
+
+
+async def test_a_step_that_fails_is_a_death_for_all_that_are_in_it():
+    """P-26: the streams of its neighbours go on; what fails two steps is ended."""
+    cluster = FakeCluster()
+    cluster.route.pairs = [("p0", "d0"), (None, "d1"), (None, "d2")]
+    service = make_router(cluster)
+    generation, _, decode = await streaming(cluster, service)
+    decode.say(error=WorkerLost("a step failed: RuntimeError", stage=IN_STEP))
+    (second,) = await cluster.started("d1")
+    assert second.legs[0].output_ids == (A, B)
+    assert cluster.route.wants[1].avoid == ("d0.1",)
+    second.say(C, start=2)
+    second.say(error=WorkerLost("a step failed: RuntimeError", stage=IN_STEP))
+    text, _, error = await read(generation)
+    assert (text, type(error), error.stage, error.worker_id) == ("c", WorkerLost, "step", "d1")
+    assert len(cluster.route.wants) == 2
+    await finished(service, cluster)
+
+
+async def test_those_that_a_failed_step_left_out_have_killed_nobody():
+    cluster = FakeCluster()
+    cluster.route.pairs = [("p0", "d0"), (None, "d1"), (None, "d2")]
+    service = make_router(cluster)
+    generation, _, decode = await streaming(cluster, service)
+    decode.say(error=WorkerLost("the engine failed in a step without this", stage="queue"))
+    (second,) = await cluster.started("d1")
+    second.say(error=WorkerLost("the engine failed in a step without this", stage="queue"))
+    (third,) = await cluster.started("d2")
+    assert cluster.route.wants[2].avoid == ("d0.1", "d1.1")
+    third.say(C, D, E, start=2, finish=FinishReason.LENGTH)
+    text, _, _ = await read(generation)
+    assert text == "cde"
     await finished(service, cluster)
 
 

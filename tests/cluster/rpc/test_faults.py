@@ -105,6 +105,27 @@ async def test_a_broken_link_is_closed_and_forgets_what_was_held():
     assert (lane.half.heard, lane.half.lost) == ([], ["gone"])
 
 
+async def test_a_link_breaks_when_the_plan_is_set_and_each_new_one_at_its_first_word():
+    lane = Lane()
+    lane.say(OFFERS[0])
+    lane.switch.set([Fault(verb=Verb.FAIL, point=Point.LINK, times=0, peer="d-0")])
+    assert lane.link.closed == ["broken on purpose"]
+    lane.events.on_link_lost(lane.link, "gone")
+    lane.link = FakeLink()
+    assert lane.say(OFFERS[1]) == OFFERS[:1]
+    assert lane.link.closed == ["broken on purpose"]
+    assert lane.switch.fired() == (2,)
+    lane.switch.set(())
+    lane.link = FakeLink()
+    assert lane.say(OFFERS[2]) == [OFFERS[0], OFFERS[2]]
+
+
+async def test_only_the_links_to_its_peer_break():
+    lane = Lane(Fault(verb=Verb.FAIL, point=Point.LINK, times=0, peer="d-1"))
+    assert lane.say(*OFFERS) == OFFERS
+    assert (lane.link.closed, lane.switch.fired()) == ([], (0,))
+
+
 async def test_legs_and_redirects_pass_too():
     class Legs:
         heard: list[object] = []  # noqa: RUF012

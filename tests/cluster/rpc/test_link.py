@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ import torch
 from cluster.errors import HandoffFailed, WorkerLost
 from cluster.handoff import AbortCause, AbortHandoff, Commit, Credit, Offer
 from cluster.rpc import link as link_module
-from cluster.transport.base import PeerLost, TransferTimeout, TransportError
+from cluster.transport.base import Channel, PeerLost, TransferTimeout, TransportError
 from cluster.transport.loopback import LoopbackTransport
 from cluster.wire import worker_pb2 as pb
 from cluster.wire import worker_pb2_grpc
@@ -222,6 +223,47 @@ async def test_a_close_in_mid_transfer_frees_the_waiting_caller_at_once(make_wor
     await world.receiver.until(lambda: len(world.receiver.signals) == 1)
     link.close("enough")
     async with asyncio.timeout(2):
+        with pytest.raises(TransportError):
+            await sending
+
+
+class SilentChannel(Channel):
+    """Its bytes never move, whatever becomes of its peer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_condemned = threading.Event()
+
+    def _send(self, data_B: torch.Tensor, timeout_s: float) -> None:
+        self._is_condemned.wait(timeout_s)
+        raise PeerLost("no byte moved", stage="transfer")
+
+    _recv = _send
+
+    def _interrupt(self) -> None:
+        self._is_condemned.set()
+
+    def _release(self) -> None: ...
+
+
+class SilentTransport(LoopbackTransport):
+    def open(self, **arguments):
+        return SilentChannel()
+
+
+async def test_a_close_in_mid_transfer_frees_the_thread_where_that_can_be_done(
+    make_world: MakeWorld,
+):
+    """What it holds, as a GPU's transfer lock, is not kept until the transfer's deadline."""
+    world = await make_world(transports=(SilentTransport(), SilentTransport()))
+    link = await world.dialer(Half()).link_to(world.peer, LONG_S)
+    sending = asyncio.create_task(
+        link.send_export(make_manifest(64), gather_from(make_export(4)), timeout_s=LONG_S)
+    )
+    await world.receiver.until(lambda: len(world.receiver.signals) == 1)
+    link.close("enough")
+    async with asyncio.timeout(LONG_S / 2):
+        await asyncio.wait([link.ended])
         with pytest.raises(TransportError):
             await sending
 

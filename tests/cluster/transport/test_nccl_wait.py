@@ -103,6 +103,27 @@ def test_a_silent_peer_ends_the_channel_at_the_deadline(default_stream, monkeypa
         channel.send(torch.zeros(4, dtype=torch.uint8), 0.1)
 
 
+def test_a_link_that_is_lost_ends_the_wait_at_once(default_stream, monkeypatch):
+    """Others of its GPU wait until it is over: not for the deadline of bytes that never come."""
+    monkeypatch.setattr(FakeEvent, "done_after", 10**9)
+    group = FakeGroup()
+    channel = make_channel(group)
+    record = FakeEvent.record
+
+    def lose(event, stream) -> None:
+        record(event, stream)
+        channel.condemn()
+        assert group.calls[-1] != "abort", "it is still in use"
+
+    monkeypatch.setattr(FakeEvent, "record", lose)
+    with pytest.raises(ChannelClosed, match="while bytes moved"):
+        channel.send(torch.zeros(4, dtype=torch.uint8), 30.0)
+    assert FakeEvent.num_polls < 100
+    assert group.calls[-1] == "abort"
+    channel.close()
+    assert group.calls.count("abort") == 1
+
+
 def test_an_error_of_the_library_is_a_lost_peer(default_stream):
     group = FakeGroup(RuntimeError("NCCL communicator was aborted"))
     with pytest.raises(PeerLost, match="aborted"):
