@@ -44,6 +44,7 @@ def write_tiny_llama(
     dtype: torch.dtype = torch.float32,
     num_layers: int = 2,
     max_positions: int = MAX_POSITIONS,
+    head_dim: int = 16,
 ) -> Path:
     """Write config, safetensors weights and tokenizer into ``folder``; same seed, same bytes.
 
@@ -53,9 +54,9 @@ def write_tiny_llama(
     folder.mkdir(parents=True, exist_ok=True)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=128,
-        num_hidden_layers=num_layers, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        max_position_embeddings=max_positions, initializer_range=0.2, tie_word_embeddings=False,
-        bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=None,
+        num_hidden_layers=num_layers, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=head_dim, max_position_embeddings=max_positions, initializer_range=0.2,
+        tie_word_embeddings=False, bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=None,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

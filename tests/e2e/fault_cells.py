@@ -1,259 +1,251 @@
-"""The cells of the fault matrix: what stands still where, what is broken then, and who may notice.
+"""The cells of the fault matrix: where a request stands, what is broken then, and what cannot be.
 
-A cell's victim is one greedy request. It is brought to a state of its handoff, and held there by
-a fault of its own on one worker; then a process is killed or stopped, or the client leaves.
-Faults of messages need no holding: they meet the one message that would end the state.
+A cell's victim is one greedy request. It is brought to a state, and held there by a fault of its
+own on one process; then a process is killed or stopped, a link breaks, the client leaves, or a
+message is lost, late, repeated or spoilt. A message that ends a state needs no holding.
+
+Every fault has a cell for every state, or the reason why there can be none.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import threading
+import enum
 from typing import TYPE_CHECKING
 
 from cluster.config import Role, TransportKind
 from cluster.transport.faults import VERBS, Point, Verb
-from tests.e2e.plain_cluster import wait_until
-from tests.e2e.process_cluster import CONTROL, fault
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.e2e.process_cluster import ProcessCluster
-    from tests.e2e.streams import Stream
-
-PAUSE_S = 4.0
-"""Longer than it takes to declare a worker dead."""
-_STEP_S = 0.03
-"""Steps are slowed to this, so that each chunk's KV goes out before the next one is there."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Hold:
-    """Where a handoff stands still: at the ``nth`` message at ``point`` on a worker of ``role``."""
+    """What holds a request in a state: the ``nth`` message at ``point`` on a worker of ``role``."""
 
-    role: Role
+    role: Role | None
+    """None: at its router."""
     point: Point
     nth: int = 1
+    peer: str = ""
     breaks_first: bool = False
     """The first handoff fails beforehand, so that its export waits for another decode worker."""
 
 
 STATES = {
+    "wanted": Hold(None, Point.CONTROL_IN, peer="grant"),
+    "granted": Hold(Role.PREFILL, Point.LEG),
     "offered": Hold(Role.DECODE, Point.OFFER),
     "reserved": Hold(Role.PREFILL, Point.CREDIT),
     "sending": Hold(Role.PREFILL, Point.SEND, nth=2),
+    "stored": Hold(Role.PREFILL, Point.STORED),
     "sent": Hold(Role.DECODE, Point.RECEIVED),
     "committed": Hold(Role.PREFILL, Point.COMMIT),
     "waiting": Hold(Role.PREFILL, Point.REDIRECT, breaks_first=True),
+    "redirected": Hold(Role.DECODE, Point.OFFER, breaks_first=True),
+    "streaming": Hold(Role.DECODE, Point.STEP, nth=4),
 }
-"""Each is left by the message that is held: an export waits until its redirect has come."""
-MESSAGES = {
-    Point.OFFER: ("offered", Role.DECODE, 1),
-    Point.CREDIT: ("offered", Role.PREFILL, 1),
-    Point.MANIFEST: ("reserved", Role.DECODE, 1),
-    Point.SEND: ("sending", Role.PREFILL, 2),
-    Point.RECV: ("sending", Role.DECODE, 2),
-    Point.RECEIVED: ("sent", Role.DECODE, 1),
-    Point.COMMIT: ("committed", Role.PREFILL, 1),
-    Point.REDIRECT: ("waiting", Role.PREFILL, 1),
+"""In their order: not granted yet; legs under way; the handoff as the decode worker sees it
+(``stored``: all KV has landed layer by layer, and the token that goes alone is not drawn; ``sent``:
+all of it is under way in one segment; ``committed``: its sender does not know); an export that
+waits for a redirect; the offer to another decode worker; decoding, with nothing to hand over."""
+SPANS = {
+    Point.LEG: ("granted",),
+    Point.OFFER: ("offered", "redirected"),
+    Point.CREDIT: ("reserved", "redirected"),
+    Point.MANIFEST: ("reserved", "sending", "stored", "sent", "redirected"),
+    Point.SEND: ("reserved", "sending", "sent", "redirected"),
+    Point.RECV: ("sending", "sent", "redirected"),
+    Point.RECEIVED: ("sending", "sent", "redirected"),
+    Point.COMMIT: ("committed", "redirected"),
+    Point.REDIRECT: ("waiting",),
+    Point.ABORT: (
+        "offered", "reserved", "sending", "stored", "sent", "committed", "redirected",
+    ),
+    Point.LEG_ABORT: tuple(STATES)[1:],
+}  # fmt: skip
+"""By point: the states in which its message can be under way."""
+HEARD_BY = {
+    Point.LEG: (Role.PREFILL, Role.DECODE),
+    Point.CREDIT: (Role.PREFILL,),
+    Point.SEND: (Role.PREFILL,),
+    Point.COMMIT: (Role.PREFILL,),
+    Point.REDIRECT: (Role.PREFILL,),
 }
-"""By point: the state that its message ends, who hears it, and which one it is."""
+"""Where it is not the decode worker."""
+LEAVING = (Point.ABORT, Point.LEG_ABORT)
+"""What is said because the client left."""
 CONTROL_KINDS = {Point.CONTROL_OUT: ("want", "done"), Point.CONTROL_IN: ("grant",)}
-_DELAY_S = 0.3
+BREAKS, STAYS_BROKEN = "breaks", "stays broken"
+
+NO_WORKER = "no worker"
+NO_HANDOFF = "no handoff"
+NOT_YET = "not yet"
+PAST = "past"
+NO_BYTES = "no bytes"
+ELSEWHERE = "torch_dist"
+REASONS = {
+    NO_WORKER: "nobody has granted the request, so no worker and no link has anything of it",
+    NO_HANDOFF: "no handoff is under way, so no message of one is",
+    NOT_YET: "what is said earlier in a handoff has not been heard, so this has not been said",
+    PAST: "this was said and heard before the state began, and is not said again",
+    NO_BYTES: "all KV has landed: what is left to be sent is a token, in a manifest without bytes",
+    ELSEWHERE: "played over torch_dist: what moves the bytes can make no difference",
+}
+
+
+class Kind(enum.Enum):
+    """How a cell is played."""
+
+    PROCESS = "process"
+    CLIENT = "client"
+    LINK = "link"
+    MESSAGE = "message"
+    LEAVING = "message after the client left"
+    CONTROL = "message of the control plane's stream"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One fault, in whatever state."""
+
+    kind: Kind
+    component: str
+    fault: str
+    point: Point | None = None
+    verb: Verb | None = None
+    role: Role | None = None
+    """Of the worker that hears the message."""
+    peer: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.component}: {self.fault}"
+
+    def obstacle(self, state: str) -> str:
+        """Return why there is no cell in this state; empty where there is one."""
+        if state == "wanted":
+            is_there = self.kind in (Kind.CONTROL, Kind.CLIENT) or (
+                self.kind is Kind.PROCESS and self.component in ("control", "router")
+            )
+            return "" if is_there else NO_WORKER
+        if self.point not in SPANS or state in SPANS[self.point]:
+            return ""
+        return _why_not_under_way(self.point, state)
+
+
+def _why_not_under_way(point: Point, state: str) -> str:
+    order, span = list(STATES), SPANS[point]
+    is_of_bytes = point in (Point.SEND, Point.RECV, Point.RECEIVED)
+    if state == "stored" and is_of_bytes:
+        return NO_BYTES
+    if state == "granted" or (state == "waiting" and point is not Point.LEG):
+        return NO_HANDOFF
+    return NOT_YET if order.index(state) < order.index(span[0]) else PAST
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One fault in one state."""
+    """One fault in one state, over one transport."""
 
-    component: str
-    fault: str
+    row: Row
     state: str
-    point: Point | None = None
-    peer: str = ""
     transport: TransportKind = TransportKind.TORCH_DIST
 
     def __str__(self) -> str:
-        return f"{self.transport.value}-{self.component}-{self.fault}-{self.state}"
-
-    @property
-    def row(self) -> str:
-        return f"{self.component}: {self.fault}"
+        return f"{self.transport.value}-{self.row.component}-{self.row.fault}-{self.state}"
 
     @property
     def moves_kv(self) -> bool:
         """Whether it may matter what moves the bytes."""
-        return self.component in ("prefill", "decode", "client", "link")
+        is_of_kv = self.row.component in ("prefill", "decode", "client", "link")
+        is_of_first = self.state not in ("wanted", "granted", "redirected", "streaming")
+        return is_of_kv and is_of_first and self.row.kind is not Kind.LEAVING
 
     @property
-    def is_short(self) -> bool:
-        """Whether the prompt is of one chunk: the first message with bytes is then the last."""
-        return self.state == "sent"
+    def is_own(self) -> bool:
+        """Whether the message needs no holding, for it ends the state."""
+        if self.row.kind is Kind.CONTROL:
+            return self.state == "wanted"
+        return self.row.kind is Kind.MESSAGE and self.state not in ("stored", "redirected")
+
+    @property
+    def nth(self) -> int:
+        """Which of the messages it is."""
+        return 2 if self.state == "sending" else 1
 
     @property
     def may_fail(self) -> bool:
-        """Only whoever loses his own router may see that."""
-        return (self.component, self.fault) == ("router", "kill")
+        """Only whoever loses his own router, leaves, or is nowhere may see that."""
+        row = self.row
+        return (row.component, row.fault) == ("router", "kill") or self.is_left or self.is_nowhere
+
+    @property
+    def is_nowhere(self) -> bool:
+        """Whether a living worker never hears of its leg: only the deadline ends it.
+
+        The stream to it is one TCP connection: it loses no message without breaking.
+        """
+        row = self.row
+        is_start = (row.point, row.verb) == (Point.LEG, Verb.DROP)
+        return is_start and row.role is Role.PREFILL
+
+    @property
+    def deadline_s(self) -> float:
+        """The victim's."""
+        return 5.0 if self.is_nowhere else 15.0
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the client leaves."""
+        return self.row.kind in (Kind.CLIENT, Kind.LEAVING)
+
+    @property
+    def is_forgotten_late(self) -> bool:
+        """Whether the control plane has to find out by itself that the request is over."""
+        return self.row.kind is Kind.CONTROL and self.row.fault == "drop done"
+
+
+def rows() -> Iterator[Row]:
+    """Return every fault."""
+    for component in ("prefill", "decode", "control", "router"):
+        for fault in ("kill", "stop"):
+            yield Row(Kind.PROCESS, component, fault)
+    for role in HEARD_BY[Point.LEG]:
+        yield from _rows_of(Kind.MESSAGE, "router", Point.LEG, role)
+    yield from _rows_of(Kind.LEAVING, "router", Point.LEG_ABORT)
+    yield Row(Kind.CLIENT, "client", "leave")
+    for fault in (BREAKS, STAYS_BROKEN):
+        yield Row(Kind.LINK, "link", fault)
+    for point in SPANS:
+        if point not in (Point.LEG, *LEAVING):
+            yield from _rows_of(Kind.MESSAGE, "link", point)
+    yield from _rows_of(Kind.LEAVING, "link", Point.ABORT)
+    for point, kinds in CONTROL_KINDS.items():
+        for kind in kinds:
+            yield from _rows_of_stream(point, kind)
+
+
+def _rows_of_stream(point: Point, kind: str) -> Iterator[Row]:
+    for verb in _verbs(point):
+        fault = f"{verb.value} {kind}"
+        yield Row(Kind.CONTROL, "control's stream", fault, point, verb, peer=kind)
+
+
+def _rows_of(kind: Kind, component: str, point: Point, role: Role | None = None) -> Iterator[Row]:
+    to = "" if role is None else f" to {role.value}"
+    role = role or HEARD_BY.get(point, (Role.DECODE,))[0]
+    for verb in _verbs(point):
+        yield Row(kind, component, f"{verb.value} {point.value}{to}", point, verb, role)
+
+
+def _verbs(point: Point) -> list[Verb]:
+    return sorted(VERBS[point] - {Verb.HOLD}, key=lambda verb: verb.value)
 
 
 def cells() -> Iterator[Cell]:
-    """Return the whole matrix."""
-    for component in ("prefill", "decode", "control", "router"):
-        for fault_name in ("kill", "stop"):
-            for state in STATES:
-                yield Cell(component, fault_name, state)
-    for state in STATES:
-        yield Cell("client", "leave", state)
-    for point, (state, _, _) in MESSAGES.items():
-        for verb in sorted(VERBS[point] - {Verb.HOLD}, key=lambda verb: verb.value):
-            yield Cell("link", f"{verb.value} {point.value}", state, point)
-    for point, kinds in CONTROL_KINDS.items():
-        for kind in kinds:
-            for verb in sorted(VERBS[point] - {Verb.HOLD}, key=lambda verb: verb.value):
-                name = f"{verb.value} {kind}"
-                yield Cell("control plane's stream", name, "any", point, peer=kind)
-
-
-SLOW_STEPS = fault("delay", Point.STEP.value, times=0, seconds=_STEP_S)
-
-
-class Scene:
-    """Plays cells on one cluster."""
-
-    def __init__(self, cluster: ProcessCluster) -> None:
-        self._cluster = cluster
-
-    def play(self, cell: Cell, victim: Stream, router: str) -> None:
-        """Bring the victim into the cell's state, do the fault, and wait for the victim's end."""
-        if cell.point is None:
-            self._break_process(cell, victim, router)
-        else:
-            self._break_message(cell, victim, router)
-
-    def mend(self) -> None:
-        """Let go of everything, and start again what was killed."""
-        cluster = self._cluster
-        for name in (CONTROL, *cluster.routers, *cluster.pools):
-            if name not in cluster.processes:
-                cluster.restart(name)
-        cluster.clear_faults()
-        cluster.wait_whole()
-
-    def hold(self, hold: Hold) -> str:
-        """Let the next handoff of a cluster of one pair stand still; returns on which worker."""
-        (holder,) = self._of(hold.role)
-        if hold.role is Role.DECODE:
-            self._slow_down()
-        there = fault("hold", hold.point.value, nth=hold.nth)
-        self._cluster.faults(holder).set(there, SLOW_STEPS)
-        return holder
-
-    # ---- messages
-
-    def _break_message(self, cell: Cell, victim: Stream, router: str) -> None:
-        verb = cell.fault.split()[0]
-        options = {"seconds": _DELAY_S} if verb == Verb.DELAY.value else {}
-        if cell.peer:
-            names = [router]
-            plan = [fault(verb, cell.point.value, peer=cell.peer, **options)]
-        else:
-            state, role, nth = MESSAGES[cell.point]
-            if STATES[state].breaks_first:
-                self._break_first()
-            names = self._of(role)
-            plan = [fault(verb, cell.point.value, nth=nth, **options)]
-        self._slow_down()
-        for name in names:
-            self._cluster.faults(name).set(*plan, SLOW_STEPS)
-        victim.start()
-        victim.wait_end()
-        num_fired = sum(self._cluster.faults(name).fired()[0] for name in names)
-        assert num_fired > 0, "the fault did not happen"
-
-    # ---- processes
-
-    def _break_process(self, cell: Cell, victim: Stream, router: str) -> None:
-        hold = STATES[cell.state]
-        if hold.breaks_first:
-            self._break_first()
-        else:
-            self._slow_down()
-        held = self._of(hold.role)
-        for name in held:
-            hold_there = fault("hold", hold.point.value, nth=hold.nth)
-            self._cluster.faults(name).set(hold_there, SLOW_STEPS)
-        victim.start()
-        holder = self._wait_held(held)
-        for name in self.cluster_workers():
-            if name != holder:
-                self._cluster.faults(name).clear()  # a second attempt shall not be held too
-        target = self._target(cell.component, holder, router)
-        if cell.fault == "leave":
-            victim.leave()
-        elif cell.fault == "kill":
-            self._cluster.kill(target)
-        else:
-            self._stop(target, holder)
-        if holder in self._cluster.processes:
-            self._cluster.faults(holder).clear()
-        if target == CONTROL and cell.fault == "kill":
-            self._cluster.restart(CONTROL)
-        victim.wait_end()
-
-    def _stop(self, target: str, holder: str) -> None:
-        """Stop a process for a while; whoever holds the handoff lets it go meanwhile."""
-        with self._cluster.stopped(target):
-            if holder != target:
-                self._cluster.faults(holder).clear()
-            threading.Event().wait(PAUSE_S)
-
-    def _target(self, component: str, holder: str, router: str) -> str:
-        if component == "client":
-            return ""
-        if component == CONTROL:
-            return CONTROL
-        if component == "router":
-            return router
-        if self._cluster.pools[holder].role.value == component:
-            return holder
-        return self._partner(Role(component))
-
-    def _partner(self, role: Role) -> str:
-        """Find the other worker of the one handoff there is: it has a grant."""
-        found: list[str] = []
-
-        def is_seen() -> bool:
-            found[:] = [
-                w.worker.worker_id
-                for w in self._cluster.view().workers
-                if w.worker.role is role and w.report.held_grants
-            ]
-            return bool(found)
-
-        wait_until(is_seen, 5, f"no {role.value} worker has a leg")
-        return found[0]
-
-    def _wait_held(self, names: list[str]) -> str:
-        found: list[str] = []
-
-        def is_held() -> bool:
-            found[:] = [name for name in names if self._cluster.faults(name).fired()[0]]
-            return bool(found)
-
-        wait_until(is_held, 10, "the handoff did not come to stand still")
-        return found[0]
-
-    def _slow_down(self) -> None:
-        for name in self._of(Role.PREFILL):
-            self._cluster.faults(name).set(SLOW_STEPS)
-
-    def _break_first(self) -> None:
-        for name in self._of(Role.DECODE):
-            self._cluster.faults(name).set(fault("fail", Point.RECEIVED.value))
-
-    def _of(self, role: Role) -> list[str]:
-        return [name for name, pool in self._cluster.pools.items() if pool.role is role]
-
-    def cluster_workers(self) -> list[str]:
-        return list(self._cluster.pools)
+    """Return every cell that there can be, over one transport."""
+    for row in rows():
+        for state in STATES:
+            if not row.obstacle(state):
+                yield Cell(row, state)

@@ -81,12 +81,12 @@ def make_config(model: Path, pools: dict[str, tuple[Role, int]], **pool_options)
     )
 
 
-def wait_until(is_true, timeout_s: float, what: str) -> None:
+def wait_until(is_true, timeout_s: float, what: str, *, pace_s: float = 0.01) -> None:
     """Poll a condition of another process that has no event to wait for."""
     deadline = time.monotonic() + timeout_s
     while not is_true():
         assert time.monotonic() < deadline, what
-        time.sleep(0.01)
+        time.sleep(pace_s)
 
 
 class Metrics(dict):
@@ -115,8 +115,13 @@ def view_of(cluster) -> ClusterView:
 
 def is_quiet(cluster) -> bool:
     """CASES §0 Q: nothing runs, waits or moves on any worker, every block is free or cached."""
-    view = view_of(cluster)
-    return view.num_waiting == view.num_granted == 0 and all(
+    return is_view_quiet(view_of(cluster))
+
+
+def is_view_quiet(view: ClusterView, *, knows_all: bool = True) -> bool:
+    """The same of a view; with ``knows_all`` the control plane has heard of all ends, too."""
+    is_over = view.num_waiting == view.num_granted == 0 or not knows_all
+    return is_over and all(
         w.report.num_running == w.report.num_waiting == w.report.num_transferring == 0
         and w.report.blocks.available == w.worker.num_blocks
         and not w.report.held_grants

@@ -2,12 +2,11 @@
 
 Processes are forked from one that has imported everything, so a worker that was killed is back
 within a second or two. Each worker keeps its port over restarts, and each router has its own
-doors, so that a test chooses whom it calls.
+doors, so that a test chooses whom it calls; SIGTERM ends a router as Serve would.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import json
@@ -15,9 +14,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
-import sys
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
@@ -25,33 +22,31 @@ import httpx
 import psutil
 
 from cluster import config as deploy_config
-from cluster.clock import SystemClock
 from cluster.config import DeployConfig, FaultsConfig
 from cluster.control.facts import Health
-from cluster.control.server import ControlServer
 from cluster.errors import PdserveError
-from cluster.rpc.faults import FaultService, FaultyTap
-from cluster.transport.faults import FaultSwitch
 from cluster.wire import faults_pb2 as wire
 from cluster.wire import faults_pb2_grpc as wire_grpc
-from deploy import worker_main
-from router.ingress import Ingress
+from tests.e2e import children
 from tests.e2e.plain_cluster import (
     Metrics,
     free_ports,
-    is_quiet,
+    is_view_quiet,
     parse_metrics,
     view_of,
     wait_until,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from cluster.control.facts import ClusterView
 
 CONTROL = "control"
 START_S = 60.0
+_PACE_S = 0.03
+"""Between two looks at a whole cluster, which cost its processes time."""
 
 _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload([__name__])
@@ -101,8 +96,15 @@ class ProcessCluster:
     """Started by ``process_cluster``; ``names`` are control, router-0, ... and the workers."""
 
     def __init__(
-        self, config: DeployConfig, model: Path, folder: Path, *, num_routers: int = 1
+        self,
+        config: DeployConfig,
+        model: Path,
+        folder: Path,
+        *,
+        num_routers: int = 1,
+        are_doors_shared: bool = False,
     ) -> None:
+        self._are_doors_shared = are_doors_shared
         self.config = dataclasses.replace(config, faults=FaultsConfig(enabled=True))
         self.model = model
         self.folder = folder
@@ -115,10 +117,13 @@ class ProcessCluster:
         named = [*self.pools, *self.routers]
         self.ports = dict(zip(named, free_ports(len(named)), strict=True))
         """Of the workers, and of the routers' fault switches."""
-        self.target = run_worker
+        self.target = children.run_worker
         """What the process of a worker runs."""
+        self.ask_view: Callable[[ProcessCluster], ClusterView] = view_of
         self.processes: dict[str, multiprocessing.process.BaseProcess] = {}
         self._faults: dict[str, Faults] = {}
+        # A router may be another process by the next call.
+        self._http = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0))
 
     @property
     def http(self) -> str:
@@ -132,7 +137,7 @@ class ProcessCluster:
 
     def _doors(self, index: int) -> Doors:
         endpoints = self.config.endpoints
-        if index:
+        if index and not self._are_doors_shared:
             http, grpc_port = free_ports(2)
             endpoints = dataclasses.replace(endpoints, http_port=http, grpc_port=grpc_port)
         return Doors(
@@ -155,14 +160,14 @@ class ProcessCluster:
         assert name not in self.processes
         self._out(name).unlink(missing_ok=True)
         if name == CONTROL:
-            target, arguments = _run_control, (self.config,)
+            target, arguments = children.run_control, (self.config,)
         elif name in self.routers:
             config = self.routers[name].config
-            target, arguments = _run_router, (config, self.model, self.ports[name])
+            target, arguments = children.run_router, (config, self.model, self.ports[name])
         else:
             target, arguments = self.target, (self._worker_arguments(name),)
         process = _forks.Process(
-            target=_in_child, args=(target, arguments, str(self._out(name))), daemon=True
+            target=children.in_child, args=(target, arguments, str(self._out(name))), daemon=True
         )
         process.start()
         self.processes[name] = process
@@ -236,6 +241,7 @@ class ProcessCluster:
             process.kill()
         for process in self.processes.values():
             process.join(10)
+        self._http.close()
 
     # ---- what it says
 
@@ -252,17 +258,18 @@ class ProcessCluster:
                 self.faults(name).clear()
 
     def view(self) -> ClusterView:
-        return view_of(self)
+        return self.ask_view(self)
 
     def metrics(self, router: str = "router-0") -> Metrics:
-        return parse_metrics(httpx.get(f"{self.routers[router].http}/metrics").text)
+        return parse_metrics(self._http.get(f"{self.routers[router].http}/metrics").text)
 
     def wait_served(self, timeout_s: float = 30) -> None:
         """Wait until every router that runs has heard of workers of each role."""
         for name in self.routers:
             if name in self.processes:
                 url = f"{self.routers[name].http}/health/ready"
-                wait_until(lambda url=url: _is_ok(url), timeout_s, f"{name} is not ready")
+                what = f"{name} is not ready"
+                wait_until(lambda url=url: self._is_ok(url), timeout_s, what, pace_s=_PACE_S)
 
     def wait_whole(self, timeout_s: float = 30) -> None:
         """Wait until every worker that runs is in the view, alive, under its present pid."""
@@ -277,17 +284,28 @@ class ProcessCluster:
             num_routers = sum(name in self.processes for name in self.routers)
             return pids <= alive and view.num_routers == num_routers
 
-        wait_until(is_whole, timeout_s, "not all workers are in the view")
+        wait_until(is_whole, timeout_s, "not all workers are in the view", pace_s=_PACE_S)
         self.wait_served(timeout_s)
 
-    def wait_quiet(self, timeout_s: float = 10) -> None:
-        """Wait for Q, of the workers and of every router."""
-        wait_until(lambda: is_quiet(self), timeout_s, "work goes on after its client has left")
+    def wait_quiet(self, timeout_s: float = 10, *, knows_all: bool = True) -> None:
+        """Wait for Q, of the workers and of every router; see ``is_view_quiet``."""
+        wait_until(
+            lambda: is_view_quiet(self.view(), knows_all=knows_all),
+            timeout_s,
+            "work goes on after its client has left",
+            pace_s=_PACE_S,
+        )
         for name in self.routers:
             if name in self.processes:
                 assert self.metrics(name).total("pdserve_requests_in_flight") == 0
 
     # ---- inside
+
+    def _is_ok(self, url: str) -> bool:
+        try:
+            return self._http.get(url).status_code == 200
+        except httpx.HTTPError:
+            return False
 
     def _out(self, name: str) -> Path:
         return self.folder / f"{name}.out"
@@ -306,19 +324,22 @@ class ProcessCluster:
         ]  # fmt: skip
 
 
-def _is_ok(url: str) -> bool:
-    try:
-        return httpx.get(url).status_code == 200
-    except httpx.HTTPError:
-        return False
-
-
 @contextlib.contextmanager
 def process_cluster(
-    config: DeployConfig, model: Path, folder: Path, *, num_routers: int = 1
+    config: DeployConfig,
+    model: Path,
+    folder: Path,
+    *,
+    num_routers: int = 1,
+    are_doors_shared: bool = False,
 ) -> Iterator[ProcessCluster]:
-    """Run a cluster, with the fault seam, for the time of a ``with``."""
-    cluster = ProcessCluster(config, model, folder, num_routers=num_routers)
+    """Run a cluster, with the fault seam, for the time of a ``with``.
+
+    ``are_doors_shared``: all routers at the same ports, as on one host of Ray.
+    """
+    cluster = ProcessCluster(
+        config, model, folder, num_routers=num_routers, are_doors_shared=are_doors_shared
+    )
     try:
         cluster.start()
         yield cluster
@@ -349,48 +370,3 @@ def supervised(cluster: ProcessCluster) -> Iterator[None]:
         thread.join(10)
         reader.close()
         writer.close()
-
-
-# ---- in the processes
-
-
-def _in_child(target, arguments, out: str) -> None:
-    log = os.open(Path(out).with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 2)
-    os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT), 1)
-    sys.stdout, sys.stderr = open(1, "w"), open(2, "w")  # noqa: SIM115 (they live as long)
-    sys.exit(target(*arguments))
-
-
-def run_worker(arguments: list[str]) -> int:
-    """Be a worker, with the arguments of its command line; returns its exit code."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    return worker_main.main(arguments)
-
-
-def _run_control(config: DeployConfig) -> None:
-    async def serve() -> None:
-        control = ControlServer(config, SystemClock())
-        await control.start(config.endpoints.host, config.endpoints.control_port)
-        await _forever()
-
-    asyncio.run(serve())
-
-
-def _run_router(config: DeployConfig, model: Path, fault_port: int) -> None:
-    async def serve() -> None:
-        switch = FaultSwitch()
-        server = grpc.aio.server()
-        FaultService(switch).add_to(server)
-        server.add_insecure_port(f"{config.endpoints.host}:{fault_port}")
-        await server.start()
-        await Ingress(config, model, tap=FaultyTap(switch)).start()
-        await _forever()
-
-    asyncio.run(serve())
-
-
-async def _forever() -> None:
-    sys.stdout.write("{}\n")
-    sys.stdout.flush()
-    await asyncio.Event().wait()

@@ -5,50 +5,72 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from typing import TYPE_CHECKING
 
 from cluster.errors import PdserveError
 from deploy.client import Client
 from tests.e2e.reference import NEAR_TIE, Reference, greedy
 
+if TYPE_CHECKING:
+    from cluster.wire import public_v1_pb2 as pb
+
 ANSWER_S = 20.0
 """No request may take longer; its deadline is shorter."""
 DEADLINE_S = 15.0
+LATE_S, MIN_SHARE = 1.0, 0.95
+"""Of a steady load: so much was sent, and no later than that."""
 
 
 class Stream(threading.Thread):
     """One request; keeps its tokens, its error, and when what happened."""
 
     def __init__(
-        self, address: str, prompt: list[int], num_tokens: int, *, deadline_s: float = DEADLINE_S
+        self,
+        address: str,
+        prompt: list[int],
+        num_tokens: int,
+        *,
+        deadline_s: float = DEADLINE_S,
+        priority: str = "",
     ) -> None:
         super().__init__(daemon=True)
         self._address = address
         self._prompt = prompt
         self._num_tokens = num_tokens
         self._deadline_s = deadline_s
+        self._priority = priority
         self._client: Client | None = None
         self._has_come = threading.Condition()
         self.tokens: list[int] = []
         self.times: list[float] = []
         """When each message with tokens came."""
         self.error = ""
+        self.error_text = ""
+        """All that the client was told with it."""
         self.finish_reason = ""
+        self.timeline: pb.Timeline | None = None
+        """Of the whole, told with its end."""
         self.started_at = self.ended_at = 0.0
 
     def run(self) -> None:
         self.started_at = time.monotonic()
         try:
-            with Client(self._address) as self._client:
-                for piece in self._client.generate(
+            with Client(self._address) as client:
+                with self._has_come:
+                    self._client = client
+                    self._has_come.notify_all()
+                for piece in client.generate(
                     prompt_ids={"ids": self._prompt},
                     max_tokens=self._num_tokens,
                     temperature=0.0,
                     ignore_eos=True,
                     timeout_s=self._deadline_s,
+                    priority=self._priority,
+                    timeline=True,
                 ):
                     self._take(piece)
         except PdserveError as error:
-            self.error = error.code
+            self.error, self.error_text = error.code, str(vars(error))
         finally:
             with self._has_come:
                 self.ended_at = time.monotonic()
@@ -60,6 +82,8 @@ class Stream(threading.Thread):
                 self.times.append(time.monotonic())
             self.tokens.extend(piece.token_ids)
             self.finish_reason = piece.finish_reason or self.finish_reason
+            if piece.HasField("timeline"):
+                self.timeline = piece.timeline
             self._has_come.notify_all()
 
     @property
@@ -73,6 +97,9 @@ class Stream(threading.Thread):
         return max(b - a for a, b in itertools.pairwise(instants))
 
     def leave(self) -> None:
+        """Close its connection, as soon as it has one."""
+        with self._has_come:
+            assert self._has_come.wait_for(lambda: self._client is not None, ANSWER_S)
         self._client.close()
 
     def wait_tokens(self, num_tokens: int, timeout_s: float = ANSWER_S) -> None:
@@ -91,11 +118,14 @@ class Stream(threading.Thread):
 class Prompts:
     """Prompts unlike one another from the first block on, with what transformers says to each."""
 
-    def __init__(self, model, count: int, *, num_prompt: int, num_tokens: int) -> None:
+    def __init__(
+        self, model, count: int, *, num_prompt: int, num_tokens: int, first: int = 0
+    ) -> None:
+        """``first``: below 500, where sets shall have no prompt, and no first block, in common."""
         self.num_tokens = num_tokens
         self.prompts = [
             [5 + (number * 7 + i * (number + 3)) % 500 for i in range(num_prompt)]
-            for number in range(count)
+            for number in range(first, first + count)
         ]
         self.reference: Reference = greedy(model, self.prompts, num_tokens)
 
@@ -105,35 +135,53 @@ class Prompts:
         stream.start()
         return stream
 
-    def check(self, number: int, stream: Stream, *, is_whole: bool = True) -> None:
+    def check(
+        self, number: int, stream: Stream, *, is_whole: bool = True, near_tie: float = NEAR_TIE
+    ) -> None:
         """CASES §0 W and N: what came is right as far as it goes."""
-        expected, gaps = self.reference.tokens[number], self.reference.gaps[number]
         if is_whole:
             outcome = (stream.error, len(stream.tokens))
             assert outcome == ("", self.num_tokens), f"prompt {number}: {outcome}"
-        at = next((i for i, t in enumerate(stream.tokens) if t != expected[i]), None)
-        assert at is None or gaps[at] < NEAR_TIE, f"token {at} is wrong: {stream.tokens}"
+        at = self.reference.wrong_at(number, stream.tokens, near_tie)
+        assert at is None, f"token {at} is wrong: {stream.tokens}"
 
 
 class SteadyLoad:
     """So many requests a second, each a stream, for the time of a ``with``; none waits for another.
 
-    ``prompts`` come in turn, as long as it lasts.
+    ``prompts`` come in turn, as long as it lasts. The times at which they are due are fixed
+    beforehand: where this process has no time for one, it is sent late, and not left out.
     """
 
     def __init__(self, address: str, prompts: Prompts, *, per_s: float = 10.0) -> None:
         self._address, self._prompts, self._gap_s = address, prompts, 1.0 / per_s
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="steady-load", daemon=True)
+        self._began = self._ended = 0.0
         self.streams: list[tuple[int, Stream]] = []
 
     def __enter__(self) -> SteadyLoad:
+        self._began = time.monotonic()
         self._thread.start()
         return self
 
     def __exit__(self, *_) -> None:
         self._is_over.set()
         self._thread.join(10)
+        self._ended = time.monotonic()
+
+    @property
+    def rate(self) -> float:
+        """Requests a second that were sent, over the whole time."""
+        return len(self.streams) / (self._ended - self._began)
+
+    @property
+    def num_late(self) -> int:
+        """How many were sent more than ``LATE_S`` after they were due."""
+        return sum(
+            stream.started_at - (self._began + order * self._gap_s) > LATE_S
+            for order, (_, stream) in enumerate(self.streams)
+        )
 
     def wait_started(self, num_more: int, timeout_s: float = 60) -> None:
         """Wait until so many more have been sent."""
@@ -143,13 +191,17 @@ class SteadyLoad:
             self._is_over.wait(self._gap_s)
 
     def check(self) -> None:
-        """None has failed, and each got what transformers says."""
+        """It was the load that it claims to be, none has failed, and each got its tokens."""
         for number, stream in self.streams:
             stream.wait_end(60)
             self._prompts.check(number, stream)
+        assert self.rate * self._gap_s > MIN_SHARE, f"{self.rate:.1f} requests a second were sent"
+        assert self.num_late < (1.0 - MIN_SHARE) * len(self.streams), f"{self.num_late} were late"
 
     def _run(self) -> None:
-        for number in itertools.cycle(range(len(self._prompts.prompts))):
-            self.streams.append((number, self._prompts.stream(self._address, number)))
-            if self._is_over.wait(self._gap_s):
+        prompts = itertools.cycle(range(len(self._prompts.prompts)))
+        for order, number in enumerate(prompts):
+            due = self._began + order * self._gap_s
+            if self._is_over.wait(max(0.0, due - time.monotonic())):
                 return
+            self.streams.append((number, self._prompts.stream(self._address, number)))

@@ -1,7 +1,8 @@
-"""Every fault in every state of a handoff, with two routers: who notices, and what is left.
+"""Every fault in every state of a request, with two routers: who notices, and what is left.
 
 Cells mostly wait: for somebody to be missed, or to be back. So several clusters play them at once,
-and each test asks for what came of its cell.
+and each test asks for what came of its cell. ``-s`` prints them all as a table, with a reason where
+there can be no cell.
 """
 
 from __future__ import annotations
@@ -10,22 +11,37 @@ import dataclasses
 import itertools
 import queue
 import threading
+from collections import Counter
 from concurrent.futures import Future
 
 import pytest
 
 from cluster.config import Role, TransportKind
-from tests.e2e.fault_cells import STATES, Cell, Scene, cells
+from tests.e2e.asker import Asker
+from tests.e2e.fault_cells import ELSEWHERE, REASONS, STATES, Cell, Row, cells, rows
+from tests.e2e.fault_scene import Scene
 from tests.e2e.plain_cluster import make_config, with_pool
 from tests.e2e.process_cluster import CONTROL, ProcessCluster
 from tests.e2e.streams import Prompts, Stream
+from tests.factories_model import write_tiny_llama
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 GLOO, SHM = TransportKind.TORCH_DIST, TransportKind.SHM
 PLAIN = list(cells())
 CELLS = PLAIN + [dataclasses.replace(cell, transport=SHM) for cell in PLAIN if cell.moves_kv]
-NUM_CLUSTERS = {GLOO: 2, SHM: 1}
-NUM_PROMPT, NUM_TOKENS, CHUNK = 80, 24, 16
+NUM_CLUSTERS = {GLOO: 4, SHM: 1}
+CHUNK, NUM_TOKENS = 32, 16
+HEAD_DIM = 1024
+"""32 KiB of KV a token: a step of one chunk is worth sending layer by layer."""
+NUM_PROMPT = {"stored": CHUNK, "sent": CHUNK // 2}
+"""By state: a prompt of one chunk, sent by layers or, where it is short, in one segment. Others
+are sent in three segments."""
+NUM_LONG = 80
+NUM_CANARY, NUM_CANARY_TOKENS = 40, 6
+LATE_S = 1.0
+"""No request may end so long after its deadline."""
+FORGOTTEN_S = 30.0
+"""A grant whose end was not told is forgotten after 20 s."""
 
 
 class Arena:
@@ -47,44 +63,58 @@ class Arena:
 
     def _play_all(self) -> None:
         try:
-            while (cell := self._matrix.next_cell(self._transport)) is not None:
-                result = self._matrix.results[cell]
-                try:
-                    self._play(cell)
-                    result.set_result(None)
-                except BaseException as error:
-                    self._tear_down()
-                    result.set_exception(error)
+            while batch := self._matrix.next_batch(self._transport):
+                for cell in batch:
+                    self._play_one(cell, is_last=cell is batch[-1])
         finally:
             self._tear_down()
 
-    def _play(self, cell: Cell) -> None:
+    def _play_one(self, cell: Cell, *, is_last: bool) -> None:
+        result = self._matrix.results[cell]
+        try:
+            self._play(cell, is_last=is_last)
+            result.set_result(None)
+        except BaseException as error:
+            self._tear_down()
+            result.set_exception(error)
+
+    def _play(self, cell: Cell, *, is_last: bool) -> None:
         cluster, router = self._ready(), next(self._routers)
         pids = {name: process.pid for name, process in cluster.processes.items()}
         prompts, number = self._matrix.prompts_of(cell)
-        victim = Stream(cluster.routers[router].grpc, prompts.prompts[number], NUM_TOKENS)
+        address = cluster.routers[router].grpc
+        victim = Stream(address, prompts.prompts[number], NUM_TOKENS, deadline_s=cell.deadline_s)
+        bystander = self._matrix.bystander(address)
         outcome = "FAILED"
         try:
-            scene = Scene(cluster)
-            scene.play(cell, victim, router)
+            scene = Scene(cluster, router)
+            scene.play(cell, victim, bystander)
             scene.mend()
-            self._check_left(cell, pids)
-            prompts.check(number, victim, is_whole=not (cell.may_fail or cell.fault == "leave"))
-            outcome = victim.error or "ok"
+            self._check_left(cell, pids, is_last=is_last)
+            prompts.check(number, victim, is_whole=not cell.may_fail)
+            if bystander.started_at:
+                self._matrix.bystanders.check(0, bystander)
+            assert victim.seconds < cell.deadline_s + LATE_S, "it hung past its deadline"
+            assert not cell.is_left or victim.error == "cancelled", "it ended before it left"
+            outcome = victim.error.removesuffix("_exceeded") or "ok"
         finally:
             self._matrix.outcomes[cell] = f"{outcome} {victim.seconds:.1f}s"
 
-    def _check_left(self, cell: Cell, pids: dict[str, int]) -> None:
+    def _check_left(self, cell: Cell, pids: dict[str, int], *, is_last: bool) -> None:
         """Q and C: nothing is held, nobody else died, every pool's own check agrees."""
         cluster = self._cluster
-        # Nobody is waited for: a grant whose end was not told is forgotten after 20 s.
-        cluster.wait_quiet(30 if cell.fault == "drop done" else 10)
-        for router in cluster.routers:
-            canary = self._matrix.prompts.stream(cluster.routers[router].grpc, 0)
+        if cell.is_forgotten_late and not is_last:
+            cluster.wait_quiet(knows_all=False)
+        else:
+            cluster.wait_quiet(FORGOTTEN_S if cell.is_forgotten_late else 10)
+        canaries = [self._matrix.canary(doors.grpc) for doors in cluster.routers.values()]
+        for canary in canaries:
+            canary.start()
+        for canary in canaries:
             canary.wait_end()
-            self._matrix.prompts.check(0, canary)
+            self._matrix.canaries.check(0, canary)
         changed = {name for name, pid in pids.items() if cluster.pid(name) != pid}
-        assert len(changed) == (cell.fault == "kill"), f"{changed} were replaced"
+        assert len(changed) == (cell.row.fault == "kill"), f"{changed} were replaced"
         for worker in cluster.view().workers:
             assert worker.report.counters["kv_check_failures"] == 0
             assert worker.worker.transport == cell.transport.value
@@ -97,6 +127,7 @@ class Arena:
             self._cluster = ProcessCluster(
                 config, matrix.model, matrix.make_folder(), num_routers=2
             )
+            self._cluster.ask_view = matrix.asker.view
             self._cluster.start()
         return self._cluster
 
@@ -111,16 +142,22 @@ class Matrix:
 
     def __init__(self, model, folders, chosen: list[Cell]) -> None:
         self.model = model
+        self.asker = Asker()
         self._folders = folders
         self._folders_lock = threading.Lock()
-        count = len(PLAIN) + 1
-        self.prompts = Prompts(model, count, num_prompt=NUM_PROMPT, num_tokens=NUM_TOKENS)
-        self.short = Prompts(model, count, num_prompt=CHUNK, num_tokens=NUM_TOKENS)
+        self.canaries = Prompts(model, 1, num_prompt=NUM_CANARY, num_tokens=NUM_CANARY_TOKENS)
+        self.bystanders = Prompts(model, 1, num_prompt=NUM_CANARY, num_tokens=1)
+        self._prompts: dict[Cell, tuple[Prompts, int]] = {}
+        for kind in NUM_CLUSTERS:
+            self._give_prompts([cell for cell in chosen if cell.transport is kind])
         self.results: dict[Cell, Future[None]] = {cell: Future() for cell in chosen}
         self.outcomes: dict[Cell, str] = {}
         self._waiting = {kind: queue.SimpleQueue() for kind in NUM_CLUSTERS}
-        for cell in chosen:
-            self._waiting[cell.transport].put(cell)
+        late = [cell for cell in chosen if cell.is_forgotten_late]
+        batches = [late] if late else []
+        batches += [[cell] for cell in chosen if not cell.is_forgotten_late]
+        for batch in batches:
+            self._waiting[batch[0].transport].put(batch)
         self._arenas = [
             Arena(self, kind) for kind, count in NUM_CLUSTERS.items() for _ in range(count)
         ]
@@ -130,26 +167,47 @@ class Matrix:
     def stop(self) -> None:
         """Play no more, and wait until all clusters are gone."""
         for kind in NUM_CLUSTERS:
-            while self.next_cell(kind) is not None:
+            while self.next_batch(kind):
                 pass
         for arena in self._arenas:
             arena.join()
+        self.asker.close()
 
-    def next_cell(self, transport: TransportKind) -> Cell | None:
+    def next_batch(self, transport: TransportKind) -> list[Cell]:
+        """Return cells that one cluster plays in turn; none where all are taken."""
         try:
             return self._waiting[transport].get_nowait()
         except queue.Empty:
-            return None
+            return []
+
+    def _give_prompts(self, cells: list[Cell]) -> None:
+        """Give each a prompt that no other cell of its transport has: none of it is cached."""
+        first = 1  # after the canary's
+        for length in (NUM_LONG, *NUM_PROMPT.values()):
+            mine = [cell for cell in cells if NUM_PROMPT.get(cell.state, NUM_LONG) == length]
+            prompts = Prompts(
+                self.model, len(mine), num_prompt=length, num_tokens=NUM_TOKENS, first=first
+            )
+            self._prompts |= {cell: (prompts, number) for number, cell in enumerate(mine)}
+            first += len(mine)
 
     def prompts_of(self, cell: Cell) -> tuple[Prompts, int]:
-        """A prompt that no other cell of the transport has: none of it is cached."""
-        number = PLAIN.index(dataclasses.replace(cell, transport=GLOO)) + 1
-        return (self.short if cell.is_short else self.prompts), number
+        """The cell's prompt, as a number of some."""
+        return self._prompts[cell]
+
+    def canary(self, address: str) -> Stream:
+        """A request that every cell asks again; not started."""
+        return Stream(address, self.canaries.prompts[0], NUM_CANARY_TOKENS)
+
+    def bystander(self, address: str) -> Stream:
+        """A request for one token, which needs no decode worker; not started."""
+        return Stream(address, self.bystanders.prompts[0], 1)
 
     def make_config(self):
         """Two workers of each kind, short leases, digests on."""
         pools = {"prefill": (Role.PREFILL, 2), "decode": (Role.DECODE, 2)}
-        config = with_pool(make_config(self.model, pools), "prefill", chunk_tokens=CHUNK)
+        config = make_config(self.model, pools, kv_tokens=1024)
+        config = with_pool(config, "prefill", chunk_tokens=CHUNK)
         limits = dataclasses.replace(config.limits, export_lease_s=3.0, kv_digest=True)
         return dataclasses.replace(config, limits=limits)
 
@@ -159,27 +217,34 @@ class Matrix:
 
     def as_text(self) -> str:
         """Return the matrix: for each transport a line for each fault, a column for each state."""
-        columns = [*STATES, "any"]
-        table = {
-            (cell.transport, cell.row, cell.state): text for cell, text in self.outcomes.items()
-        }
-        rows = list(dict.fromkeys((cell.transport, cell.row) for cell in self.results))
-        width = max((len(row) for _, row in rows), default=0)
+        mine = {cell.row for cell in self.results}
+        chosen = [row for row in rows() if row in mine]
+        width = max((len(str(row)) for row in chosen), default=0)
         lines = []
         for transport in NUM_CLUSTERS:
-            heads = "".join(f"  {column:>14}" for column in columns)
+            heads = "".join(f"  {state:>14}" for state in STATES)
             lines.append(f"{transport.value:<{width}}{heads}")
-            for kind, row in rows:
-                if kind is transport:
-                    texts = (table.get((kind, row, column), "") for column in columns)
-                    lines.append(f"{row:<{width}}" + "".join(f"  {text:>14}" for text in texts))
+            for row in chosen:
+                texts = (self._text_of(row, state, transport) for state in STATES)
+                lines.append(f"{row!s:<{width}}" + "".join(f"  {text:>14}" for text in texts))
+        lines += [f"({name}) {reason}" for name, reason in REASONS.items()]
+        kinds = Counter((cell.transport.value, cell.row.kind.value) for cell in self.outcomes)
+        lines += [f"{count} cells: {name}, {kind}" for (name, kind), count in kinds.items()]
         return "\n" + "\n".join(lines) + "\n"
+
+    def _text_of(self, row: Row, state: str, transport: TransportKind) -> str:
+        obstacle = row.obstacle(state)
+        cell = Cell(row, state, transport)
+        if not obstacle and transport is not GLOO and not cell.moves_kv:
+            obstacle = ELSEWHERE
+        return f"({obstacle})" if obstacle else self.outcomes.get(cell, "not asked for")
 
 
 @pytest.fixture(scope="module")
-def matrix(request, tiny_llama, tmp_path_factory, pytestconfig):
+def matrix(request, tmp_path_factory, pytestconfig):
     items = (item for item in request.session.items if item.path == request.path)
-    matrix = Matrix(tiny_llama, tmp_path_factory, [item.callspec.params["cell"] for item in items])
+    model = write_tiny_llama(tmp_path_factory.mktemp("wide-llama"), head_dim=HEAD_DIM)
+    matrix = Matrix(model, tmp_path_factory, [item.callspec.params["cell"] for item in items])
     yield matrix
     matrix.stop()
     manager = pytestconfig.pluginmanager
