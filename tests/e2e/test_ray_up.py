@@ -5,12 +5,15 @@ the cluster file's set-up, calls. Ray's token and the cluster's are asked for th
 """
 
 import asyncio
+import contextlib
 import getpass
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from pathlib import Path
 
@@ -220,6 +223,42 @@ def test_a_cluster_comes_up_and_serves_who_has_its_tokens(site, config):
     said = site.run_told("ray exec deploy/ray/aws.yaml 'pdserve down", timeout_s=90)
     RunState(config.endpoints.control_port).clear(10)
     assert "taken away" in said
+
+
+def test_serve_run_takes_what_build_wrote(site, config):
+    """The same app by Serve's own command, on the same nodes."""
+    built = site.folder / "serve.yaml"
+    told = site.run(
+        *PDSERVE, "build", str(site.deploy_file), "--out", str(built),
+        "--set", f"endpoints.host={HEAD}",
+        timeout_s=60,
+    )  # fmt: skip
+    assert told.returncode == 0, told.stderr
+    url = f"http://{HEAD}:{config.endpoints.http_port}"
+    with (site.folder / "serve-run.txt").open("w+") as output:
+        running = subprocess.Popen(
+            [BIN / "serve", "run", built, f"--address={HEAD}:{site.port}"],
+            env=site.environment, stdout=output, stderr=subprocess.STDOUT, cwd=REPO,
+        )  # fmt: skip
+        try:
+            until = time.monotonic() + 150
+            while not is_ready(url):
+                output.seek(0)
+                assert running.poll() is None, output.read()
+                assert time.monotonic() < until, output.read()
+                time.sleep(0.5)
+            ask = {"model": "tiny", "prompt": "the harbour", "max_tokens": 8}
+            answer = httpx.post(f"{url}/v1/completions", json=ask, timeout=60)
+            assert answer.raise_for_status().json()["choices"]
+        finally:
+            running.send_signal(signal.SIGINT)
+            running.wait(60)
+
+
+def is_ready(url: str) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(f"{url}/health/ready", timeout=10).status_code == 200
+    return False
 
 
 def test_every_command_of_the_section_was_run():
