@@ -224,7 +224,8 @@ class SchedulingConfig:
     default_tier: str = "normal"
     """Of requests that name none."""
     aging_s: float = 5.0
-    """Nobody who is younger by more than this overtakes a request, or takes what it waits for."""
+    """Nobody who is younger by more than this overtakes a request, or takes what it waits for or
+    has; where tenants are served fairly, nobody of the same tenant."""
     fair_tenants: bool = False
     """Whether tenants get fair shares of tokens within a tier."""
     preemption: Preemption = Preemption.RECOMPUTE

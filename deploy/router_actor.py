@@ -42,6 +42,6 @@ class RouterReplica:
         await self._ingress.check_health()
 
     async def __del__(self) -> None:
-        """Close the doors, let what runs end, and end what is left then."""
+        """Be ready no more, let nobody new in, let what runs end, and end what is left then."""
         if self._ingress is not None:
             await self._ingress.stop(self._drain_s)

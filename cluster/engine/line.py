@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cluster.config import Policy
+from cluster.engine.sequence import Sequence, SequenceState
 from cluster.policy.order import Ahead, Ordering, Ticket
 from cluster.policy.queue import PolicyQueue, Walk
 from cluster.policy.work import OutputEstimates
@@ -12,7 +13,7 @@ from cluster.policy.work import OutputEstimates
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable
 
-    from cluster.engine.sequence import Sequence
+    from cluster.request import FinishReason
 
 
 class WaitingLine:
@@ -70,9 +71,15 @@ class WaitingLine:
         if self._queue.ordering.is_fair:
             self._queue.tenants.charge(sequence.tenant, num_tokens)
 
-    def ended(self, sequence: Sequence) -> None:
-        """Learn how long the outputs of its tenant are."""
-        self._outputs.note(sequence.tenant, sequence.num_output_tokens)
+    def ended(self, sequence: Sequence, reason: FinishReason | None) -> None:
+        """Learn how long the outputs of its tenant are, from those that end well.
+
+        Of one that is given up, take back what was counted of its prompt and not computed.
+        """
+        if reason is not None:
+            self._outputs.note(sequence.tenant, sequence.num_output_tokens)
+        elif sequence.num_preemptions or sequence.state is SequenceState.RUNNING:
+            self.served(sequence, sequence.num_prefilled_tokens - sequence.num_prompt_tokens)
 
 
 def seniority(sequence: Sequence) -> tuple[int, int]:

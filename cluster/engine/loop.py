@@ -6,9 +6,9 @@ The thread owns scheduler and runner. It sleeps only when nothing can be compute
 events: a command, blocks that became free, the next deadline, or ``wake``. Commands take effect
 between steps; an abort that came during a step drops that step's token.
 
-A step that raises is a fault: the sequences that were begun end with ``EngineFault``, those that
-nothing was computed for with ``WorkerLost``, as does whatever is added later; ``on_fault`` is
-called once, whatever else fails. After ``stop`` what is left ends with ``Cancelled``.
+A step that raises is a fault, and the worker's death: all sequences end with ``WorkerLost``, as
+does whatever is added later. Those in that step may be why: their error's stage is ``IN_STEP``.
+``on_fault`` is called once, whatever else fails. After ``stop`` the rest ends with ``Cancelled``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cluster.engine import stored
 from cluster.engine.plan import Outcome, Plan, SequenceEnd, StepEvents, Swaps
 from cluster.engine.sequence import Sequence
 from cluster.engine.step_model import StepModel
-from cluster.errors import Cancelled, EngineFault, PdserveError, WorkerLost
+from cluster.errors import IN_STEP, Cancelled, PdserveError, WorkerLost
 from cluster.request import Beat, LegKey
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class EngineLoop:
         self._speed = speed or StepModel()
         self._pass: _Pass | None = None
         self._num_steps = 0
-        self._fault: EngineFault | None = None
+        self._fault: WorkerLost | None = None
         self._published = EngineSnapshot()
         self._thread: threading.Thread | None = None
         # The condition guards what is below. Nothing else is locked or called under it, so that
@@ -259,7 +259,7 @@ class EngineLoop:
             logger.exception("thread=engine-step a step failed")
             is_first = self._fault is None
             if self._fault is None:
-                self._fault = EngineFault(f"a step failed: {type(error).__name__}", stage="step")
+                self._fault = WorkerLost(f"a step failed: {type(error).__name__}", stage=IN_STEP)
                 self._fault.__cause__ = error
             self._end_all(self._fault)
             if is_first:
@@ -368,7 +368,7 @@ class EngineLoop:
         self._call(lambda: self._tell(self._scheduler.take_events()))
 
     def _abort_all(self, error: PdserveError) -> None:
-        self._scheduler.abort_all(error, self._clock.now(), unstarted=self._unstarted_error())
+        self._scheduler.abort_all(error, self._clock.now(), others=self._outside_error())
 
     def _call(self, action: Callable[[], object]) -> None:
         """Call out of a fault: what fails now must not hide the ends of the others."""
@@ -377,11 +377,11 @@ class EngineLoop:
         except BaseException:
             logger.exception("thread=engine-step a callback failed after the fault")
 
-    def _unstarted_error(self) -> PdserveError:
-        """What to say where nothing was computed: another worker may well do it."""
+    def _outside_error(self) -> PdserveError:
+        """What to say of those that were in no step when it failed or ended."""
         if self._fault is None:
             return Cancelled("the worker stopped", stage="engine")
-        return WorkerLost("the worker's engine failed before this began", stage="queue")
+        return WorkerLost("the worker's engine failed in a step without this", stage="queue")
 
     def _close(self) -> None:
         """End what is left; from here on ``add`` refuses on its caller's thread."""
@@ -391,10 +391,10 @@ class EngineLoop:
 
     def _take_inbox_and_end(self) -> None:
         self._take_inbox()
-        self._end_all(self._fault or self._unstarted_error())
+        self._end_all(self._fault or self._outside_error())
 
     def _refuse(self, sequence: Sequence) -> None:
         self._scheduler.pool.release(sequence.key)
         self._on_events(
-            StepEvents(ends=(SequenceEnd(key=sequence.key, error=self._unstarted_error()),))
+            StepEvents(ends=(SequenceEnd(key=sequence.key, error=self._outside_error()),))
         )

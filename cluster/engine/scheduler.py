@@ -8,14 +8,15 @@ One rule serves prefill, chunks, decode, recompute and resumed work: a sequence 
    tiers, and in a tier the oldest. If the pool is short, the most junior sequence that holds
    blocks gives up all of them and is computed again later, or its KV waits in the swap buffer
    (``swapping``); it goes to the front of its tier's queue and keeps its output. Nobody takes from
-   a more senior one that runs: the most junior waits where it is until blocks become free.
+   a more senior one that runs, nor imported KV of a higher tier unless that finds no slot in 3:
+   the most junior waits where it is until blocks become free.
 3. Waiting sequences are admitted in the policy's order while the batch takes new members
    (``policy.batching``), and there are blocks for all their tokens and for the growth of
    everybody's next token. One that does not fit now is passed by those behind it that do, but by
    none that arrived more than ``aging_s`` after it, and by none at all once it was preempted, for
    its client waits in mid-stream. Sequences that bring their blocks (imported KV) need a slot
    only and are never held up by one that waits for blocks. A sequence that finds no slot or no
-   blocks takes them from lower tiers (``victims``), the lowest one's youngest first.
+   blocks takes them from lower tiers that haven't aged (``victims``), the youngest first.
 4. Where KV is to be swapped, the copies are a plan of their own, and all begins anew after it.
 5. The step's tokens are shared out (``shares``): decodes first, then prompts, the most senior
    first, or by work the one with the least left. So the prompt of a higher tier goes on before
@@ -51,6 +52,7 @@ from cluster.request import FinishReason, LegKey, PromptLogprobs, Token
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from cluster.engine.victims import Giver
     from cluster.kv.block_pool import BlockPool
 
 _NO_BOUND = float("inf")
@@ -96,9 +98,7 @@ class StepScheduler:
         self._swapping = Swapping(pool, self._prefix, block_size)
         self._room = Room(pool, self._prefix, block_size, self._limits, self._rules)
         self._gate = self._rules.gate(max_num_seqs)
-        self._victims = Victims(
-            max_preemptions=self._rules.max_preemptions if self._rules.preempts else 0
-        )
+        self._victims = Victims.of(pool, self._rules)
         self._num_added = 0
         self._live: dict[LegKey, Sequence] = {}
         self._waiting = WaitingLine(self._rules.ordering)
@@ -185,12 +185,16 @@ class StepScheduler:
             self._end(sequence, now, error=error)
 
     def abort_all(
-        self, error: PdserveError, now: float, *, unstarted: PdserveError | None = None
+        self, error: PdserveError, now: float, *, others: PdserveError | None = None
     ) -> None:
-        """End every sequence with ``error``; with ``unstarted`` those that no step computed."""
+        """End every sequence with ``error``; with ``others`` those that are not in the step.
+
+        Between two steps nobody knows, and all that any step has computed count as in it.
+        """
+        planned, self._planned = self._planned, {}
         for sequence in list(self._live.values()):
-            is_unstarted = sequence.started_at is None
-            self._end(sequence, now, error=unstarted if unstarted and is_unstarted else error)
+            is_in_it = sequence.key in planned if planned else sequence.started_at is not None
+            self._end(sequence, now, error=error if is_in_it or others is None else others)
         self._set_aside(())
 
     def schedule(self, now: float) -> Plan | None:
@@ -199,11 +203,10 @@ class StepScheduler:
             stage = finish.stage_of(sequence)
             error = DeadlineExceeded(f"deadline passed in {stage}", stage=stage)
             self._end(sequence, now, error=error)
-        for sequence in list(self._running):
-            if sequence.state is SequenceState.RUNNING and not self._swapping.is_leaving:
-                self._grow(sequence)
+        self._grow_all(self._victims.junior_to)
         if not self._swapping.is_leaving:
             self._admit(now)
+            self._grow_all(self._victims.without_slot)
         self._set_aside(self._running)
         swaps = self._swapping.take()
         if swaps is not None:
@@ -226,11 +229,10 @@ class StepScheduler:
         """
         if plan.swaps is not None:
             self._swapping.settle(plan.swaps)
-        planned, self._planned = self._planned, {}
         for share in plan.shares:
-            sequence = planned[share.key]
-            if sequence.state is SequenceState.RUNNING:
+            if (sequence := self._planned[share.key]).state is SequenceState.RUNNING:
                 self._commit_share(sequence, share, outcome, now)
+        self._planned = {}
         return self.take_events()
 
     def take_events(self) -> StepEvents:
@@ -246,16 +248,21 @@ class StepScheduler:
         self._prompt_logprobs = []
         return events
 
-    def _grow(self, sequence: Sequence) -> None:
+    def _grow_all(self, giver: Giver) -> None:
+        for sequence in list(self._running):
+            if sequence.state is SequenceState.RUNNING and not self._swapping.is_leaving:
+                self._grow(sequence, giver)
+
+    def _grow(self, sequence: Sequence, giver: Giver) -> None:
         num_short = self._room.short(sequence)
         if num_short <= 0:
             return
         block_ids = self.pool.allocate(num_short, sequence.key)
         while block_ids is None:
-            junior = self._victims.junior_to(sequence, self._live.values())
-            if junior is None or self._preempt(junior):
+            other = giver(sequence, self._live.values())
+            if other is None or self._preempt(other):
                 return  # with the next plan it may have the blocks that are copied out by this one
-            block_ids = self.pool.take_over(junior.key, num_short, sequence.key)
+            block_ids = self.pool.take_over(other.key, num_short, sequence.key)
         sequence.block_ids.extend(block_ids)
 
     def _preempt(self, sequence: Sequence) -> bool:
@@ -291,7 +298,7 @@ class StepScheduler:
             growth = self._room.next_growth(sequence)
             num_spare = 0 if brings_blocks else num_growing + growth
             if num_open < 1:
-                if not self._takes_from_below(sequence, num_spare, needs_slot=True):
+                if not self._takes_from_below(sequence, now, num_spare, needs_slot=True):
                     if not self._rules.takes_from_below:
                         break
                     # One behind it may be of a higher tier, and take a slot.
@@ -300,7 +307,7 @@ class StepScheduler:
                 num_open += 1
             has_blocks = self._room.cover(sequence, num_spare) or (
                 not brings_blocks
-                and self._takes_from_below(sequence, num_spare, needs_slot=False)
+                and self._takes_from_below(sequence, now, num_spare, needs_slot=False)
                 and self._room.cover(sequence, num_spare)
             )
             if not (brings_blocks or has_blocks):
@@ -319,16 +326,16 @@ class StepScheduler:
         if not sequence.num_preemptions:
             self._waiting.served(sequence, sequence.num_tokens_left)
 
-    def _takes_from_below(self, sequence: Sequence, num_spare: int, *, needs_slot: bool) -> bool:
+    def _takes_from_below(
+        self, sequence: Sequence, now: float, num_spare: int, *, needs_slot: bool
+    ) -> bool:
         """Preempt lower tiers so that it can start; False, and nothing done, where it can't."""
         if not self._rules.takes_from_below or self._swapping.is_leaving:
             return False
         num_blocks = max(0, self._room.short_to_start(sequence)) + num_spare
+        num_short, live = num_blocks - self.pool.num_free, self._live.values()
         victims = self._victims.below(
-            sequence,
-            self._live.values(),
-            num_blocks=num_blocks - self.pool.num_free,
-            needs_slot=needs_slot,
+            sequence.tier, live, now, num_blocks=num_short, needs_slot=needs_slot
         )
         for victim in victims:
             if not self._preempt(victim):
@@ -350,11 +357,7 @@ class StepScheduler:
         self._prefix.register(sequence, share.start)
         sequence.num_steps += 1
         sequence.num_worked_tokens += len(share.token_ids)
-        # Prompt tokens count as prefilled once, however often they are computed again.
-        num_prefilled = min(end, sequence.num_prompt_tokens)
-        if num_prefilled > sequence.num_prefilled_tokens:
-            self.num_prefilled_tokens += num_prefilled - sequence.num_prefilled_tokens
-            sequence.num_prefilled_tokens = num_prefilled
+        self.num_prefilled_tokens += sequence.prefilled_to(end)
         if share.needs is not None and share.needs.scored_ids:
             self._prompt_logprobs.extend(outcome.prompt_logprobs[share.key])
             sequence.num_scored_tokens = share.needs.scored_from + len(share.needs.scored_ids)
@@ -387,8 +390,7 @@ class StepScheduler:
         (self._running if sequence.state is SequenceState.RUNNING else self._waiting).remove(
             sequence
         )
-        if reason is not None:
-            self._waiting.ended(sequence)
+        self._waiting.ended(sequence, reason)
         sequence.advance(SequenceState.ENDED)
         del self._live[sequence.key]
         self._swapping.drop(sequence)

@@ -127,6 +127,14 @@ class Sequence:
         """Work: tokens to compute before the next one can be drawn; bringing KV back is none."""
         return self.num_tokens - max(self.num_computed_tokens, self.num_swapped_tokens)
 
+    def prefilled_to(self, end: int) -> int:
+        """Note that tokens up to ``end`` were computed; returns how many prompt tokens were for
+        the first time, for each counts once, however often a preemption has it computed again."""
+        num_prefilled = min(end, self.num_prompt_tokens)
+        num_new = max(0, num_prefilled - self.num_prefilled_tokens)
+        self.num_prefilled_tokens += num_new
+        return num_new
+
     def advance(self, new: SequenceState) -> None:
         """Move to ``new``; raises IllegalTransition where the table has no such move."""
         if new not in LEGAL_MOVES[self.state]:

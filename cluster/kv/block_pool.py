@@ -165,6 +165,11 @@ class BlockPool:
         self._tell()
         return block_ids
 
+    def num_holders(self, holder: Holder) -> dict[int, int]:
+        """Return how many have each of the holder's blocks, itself among them."""
+        with self.lock:
+            return {block_id: self._num_holders[block_id] for block_id in self.blocks_of(holder)}
+
     def blocks_of(self, holder: Holder) -> tuple[int, ...]:
         """Return the holder's blocks in the order of their tokens; empty if it has none."""
         with self.lock:

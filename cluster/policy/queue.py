@@ -134,7 +134,7 @@ class PolicyQueue(Generic[T]):
         With a ``sieve`` it leaves out groups, and tells of them.
         """
         self._age(now)
-        return Walk(self._levels, self.tenants, sieve)
+        return Walk(self._levels, self.tenants, self.ordering, sieve)
 
     def in_order(self, now: float) -> list[T]:
         """Return all of them in order."""
@@ -180,17 +180,28 @@ class Sieve(Protocol[T_contra]):
 
 
 class Walk(Generic[T]):
-    """One look at a queue, in its order."""
+    """One look at a queue, in its order.
+
+    Where tenants have fair shares, an aged request goes among those of the highest tier, but takes
+    no turn of a tenant who has been served less and waits in the tier that it comes from: he goes
+    first, aged or not. Else whoever floods the queue, and therefore waits for long, would pass all
+    that are served so soon that theirs never age.
+    """
 
     def __init__(
         self,
         levels: dict[int, dict[str, _Lines[T]]],
         tenants: TenantCounters,
+        ordering: Ordering,
         sieve: Sieve[T] | None = None,
     ) -> None:
+        self._levels = levels
+        self._tenants = tenants
+        self._ordering = ordering
         self._sieve = sieve
         self._closed: set[Hashable] = set()
-        self._steps = self._go(levels, tenants)
+        self._turns: dict[int, _Turns[T]] = {}
+        self._steps = self._go()
 
     def __iter__(self) -> Walk[T]:
         """Return the walk itself."""
@@ -205,22 +216,25 @@ class Walk(Generic[T]):
         if is_over:
             self._closed.add(group)
 
-    def _go(self, levels: dict[int, dict[str, _Lines[T]]], tenants: TenantCounters) -> Iterator[T]:
-        for number in sorted(levels):
-            level = levels.get(number, {})
-            turns = [(tenants.counter(name), name) for name in level]
-            heapq.heapify(turns)
-            merged = {name: self._merge(lines) for name, lines in level.items()}
-            while turns:
-                counter, name = turns[0]
-                if (current := tenants.counter(name)) > counter:
-                    heapq.heapreplace(turns, (current, name))
-                    continue
-                item = next(merged[name], None)
-                if item is None:
-                    heapq.heappop(turns)
-                else:
-                    yield item[0]
+    def _go(self) -> Iterator[T]:
+        ordering = self._ordering
+        for number in sorted(self._levels):
+            for counter, entry in self._of_level(number).take():
+                own = ordering.level(entry.ticket, is_aged=False) if ordering.is_fair else number
+                if own > number:
+                    for _, other in self._of_level(own).take(below=counter):
+                        yield other.item
+                    if entry.ticket.group in self._closed:
+                        continue
+                yield entry.item
+
+    def _of_level(self, number: int) -> _Turns[T]:
+        turns = self._turns.get(number)
+        if turns is None:
+            lines = self._levels.get(number, {})
+            merged = {name: self._merge(each) for name, each in lines.items()}
+            turns = self._turns[number] = _Turns(self._tenants, merged)
+        return turns
 
     def _heads(self, lines: _Lines[T]) -> Iterator[Head]:
         heads, sieve = list(lines.heads), self._sieve
@@ -228,7 +242,7 @@ class Walk(Generic[T]):
             return iter(heads)
         return sieve.sift(heads, lambda group: lines.groups[group][0][1].item)
 
-    def _merge(self, lines: _Lines[T]) -> Iterator[tuple[T]]:
+    def _merge(self, lines: _Lines[T]) -> Iterator[_Entry[T]]:
         firsts = self._heads(lines)
         first = next(firsts, None)
         others: list[Head] = []  # of groups whose first was visited: a heap
@@ -244,6 +258,30 @@ class Walk(Generic[T]):
                 if index + 1 < len(line):
                     heapq.heappush(others, (line[index + 1][0], 0, group))
                 if index < len(line):
-                    yield (line[index][1].item,)
+                    yield line[index][1]
             if first is None:
                 first = next(firsts, None)
+
+
+class _Turns(Generic[T]):
+    """Whose turn it is in one level: the tenant's with the lowest counter who has one left."""
+
+    def __init__(self, tenants: TenantCounters, merged: dict[str, Iterator[_Entry[T]]]) -> None:
+        self._tenants = tenants
+        self._merged = merged
+        self._heap = [(tenants.counter(name), name) for name in merged]
+        heapq.heapify(self._heap)
+
+    def take(self, below: float = float("inf")) -> Iterator[tuple[float, _Entry[T]]]:
+        """Iterate over (counter of its tenant, request), of those who have counters below that."""
+        heap = self._heap
+        while heap and heap[0][0] < below:
+            counter, name = heap[0]
+            if (current := self._tenants.counter(name)) > counter:
+                heapq.heapreplace(heap, (current, name))
+                continue
+            entry = next(self._merged[name], None)
+            if entry is None:
+                heapq.heappop(heap)
+            else:
+                yield counter, entry

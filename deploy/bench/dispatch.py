@@ -4,8 +4,9 @@ The planner runs in this process, told what routers and workers would tell it. *
 workers, half of each role, all slots taken, and ten thousand requests waiting, of many tenants, all
 tiers, and with prompts that begin as others do; again and again a request ends, its workers report,
 and another one comes. Only the planner's own time counts. Each order of the queue has its row.
-*Choice*: eight workers of each role with random loads, speeds and links; the cost of the chosen
-pair against the least of all pairs that have room, by the same cost model.
+*Choice*: workers of each role with random loads, speeds and links; the cost of the chosen pair
+against the least of all pairs that have room, by the same cost model. Of eight workers of a role
+all are looked at, so the means are compared; of 32 a few are, so the worst of the draws is shown.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ class DispatchSize:
     num_waiting: int = 10_000
     num_placements: int = 1000
     num_choices: int = 200
+    num_wide_choices: int = 50
     num_runs: int = 3
 
 
@@ -79,7 +81,7 @@ def measure(site: Site, size: DispatchSize | None = None) -> list[Row]:
     """Return the rows of rate and choice."""
     size = size or DispatchSize()
     rates: dict[str, list[Run]] = {order: [] for order in _ORDERS}
-    costs = []
+    costs, worst = [], []
     with closing(site.progress(NAME, size.num_runs * len(rates), "run")) as bar:
         for number in range(size.num_runs):
             for order, runs in rates.items():
@@ -87,7 +89,15 @@ def measure(site: Site, size: DispatchSize | None = None) -> list[Row]:
                 world.fill()
                 runs.append(Run(world.rate(), _BAR_RATE.limit))
                 bar.update()
-            costs.append(_chosen_against_least(size.num_choices, random.Random(number)))
+            draws = _chosen_against_least(8, size.num_choices, random.Random(number))
+            costs.append(
+                Run(
+                    statistics.mean(draw.value for draw in draws),
+                    statistics.mean(draw.reference for draw in draws),
+                )
+            )
+            wide = _chosen_against_least(32, size.num_wide_choices, random.Random(number))
+            worst.append(max(wide, key=lambda draw: draw.value / draw.reference))
     shape = f"{size.num_workers} workers, {size.num_waiting} waiting, reference: the bar"
     return [
         *(
@@ -95,6 +105,9 @@ def measure(site: Site, size: DispatchSize | None = None) -> list[Row]:
             for order, runs in rates.items()
         ),
         row_of(NAME, "cost of the pair at 8 x 8, vs the least of all", "s", costs, _BAR_COST),
+        row_of(
+            NAME, f"at 32 x 32, the worst of {size.num_wide_choices} draws", "s", worst, _BAR_COST
+        ),
     ]
 
 
@@ -271,13 +284,13 @@ class _World:
             self._num_granted += 1
 
 
-def _chosen_against_least(num_choices: int, draw: random.Random) -> Run:
-    """Return the mean cost of chosen pairs, and of the cheapest ones."""
-    chosen, least = [], []
+def _chosen_against_least(num_each: int, num_choices: int, draw: random.Random) -> list[Run]:
+    """Return the cost of each chosen pair, and of the cheapest one."""
+    runs = []
     for _ in range(num_choices):
         ledger = Ledger(LinkTable(60.0))
         costs = CostModel(ledger, 64.0)
-        config = _config(8, SchedulingConfig(local_prefill=LocalPrefill.NEVER))
+        config = _config(num_each, SchedulingConfig(local_prefill=LocalPrefill.NEVER))
         placement = Placement(config, ledger, costs, ControlSettings())
         _load(ledger, config, draw)
         want = Want(
@@ -288,7 +301,6 @@ def _chosen_against_least(num_choices: int, draw: random.Random) -> Run:
         choice = placement.choose(want, needs, (), 0.0, may_fall_back=True)
         if not isinstance(choice, Choice):
             continue
-        chosen.append(choice.cost_s)
         prefills = list(ledger.of_role(Role.PREFILL))
         decodes = list(ledger.of_role(Role.DECODE))
         pairs = [
@@ -299,8 +311,9 @@ def _chosen_against_least(num_choices: int, draw: random.Random) -> Run:
             and d.num_slots_used < d.registration.num_slots
             and d.blocks_for(needs.decode_tokens) <= d.num_blocks_free
         ]
-        least.append(min(costs.cheapest([pair], want, 0.0).cost_s for pair in pairs))
-    return Run(statistics.mean(chosen), statistics.mean(least))
+        least_s = min(costs.cheapest([pair], want, 0.0).cost_s for pair in pairs)
+        runs.append(Run(choice.cost_s, least_s))
+    return runs
 
 
 def _load(ledger: Ledger, config: DeployConfig, draw: random.Random) -> None:
@@ -319,7 +332,7 @@ def _load(ledger: Ledger, config: DeployConfig, draw: random.Random) -> None:
             prefill_per_token_s=draw.uniform(5e-5, 4e-4),
             transfers=tuple(
                 TransferSample(
-                    peer_worker_id=f"decode-{draw.randrange(8)}",
+                    peer_worker_id=f"decode-{draw.randrange(config.pools[1].count)}",
                     num_bytes=num_bytes,
                     seconds=num_bytes / draw.uniform(2e7, 2e9),
                 )

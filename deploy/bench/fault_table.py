@@ -5,13 +5,17 @@ Once each has been served twenty times, one process gets ``kill -9``, or is stop
 where that is said; whoever hosts the cluster replaces what died. A call has failed unless every
 token came. *p50 after* is of the good calls that began five seconds or more after the fault and
 ended before the replacement was there; where it came sooner, of all that began so late.
-*Replaced* is when the new worker has got its first leg.
+*Replaced* is when the new worker has got its first leg. With one worker of each kind a call may
+fail where nobody was left who could serve it: between the death of the only decode worker and its
+replacement, and never at the death of the prefill worker, as decode workers prefill, too. Each
+failure says that one may try again, or that the deadline passed, and at which stage.
 
 Each fault is a scenario that can be run alone, by its name: ``fault-table/2p2d-decode``.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -20,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cluster.config import Role
+from cluster.errors import PdserveError
 from deploy.bench import victims
 from deploy.bench.load import Ask, Call, Load, failures, p50_s
 from deploy.bench.report import Bar, Row
@@ -132,6 +137,7 @@ class _Table:
         is_spare = self._shape == "2P+2D"
         rows = [
             self._failed(story, what, _NONE if is_spare else None),
+            self._servable(story, what, role),
             self._untyped(story, what),
             self._row(f"{what}: replaced", story.repaired - story.at, "s", bar=_REPLACED),
         ]
@@ -165,6 +171,11 @@ class _Table:
             load.wait_calls(num_calls, _WAIT_S)
             rest_s = max(at + size.settle_s, repaired) + size.after_s - time.monotonic()
             threading.Event().wait(max(0.0, rest_s))
+            victims.wait_until(
+                lambda: p50_s(load.calls, at + size.settle_s, math.inf) is not None,
+                _WAIT_S,
+                "no good call after the fault",
+            )
         story = _Story(load.calls, began, at, repaired)
         _tell_failures(story)
         return story
@@ -190,6 +201,14 @@ class _Table:
         text = f"{what}: failed of {len(story.calls)}{f' ({detail})' if detail else ''}"
         return self._row(text, sum(failed.values()), "calls", float(len(story.calls)), bar)
 
+    def _servable(self, story: _Story, what: str, role: Role) -> Row:
+        """Count the failed calls that one of the others, or the replacement, could have served."""
+        is_spare = self._shape == "2P+2D"
+        failed = [call for call in story.calls if call.error]
+        if role is Role.DECODE and not is_spare:
+            failed = [c for c in failed if not story.at <= c.ended <= story.repaired]
+        return self._row(f"{what}: failed and could be served", len(failed), "calls", bar=_NONE)
+
     def _untyped(self, story: _Story, what: str) -> Row:
         untyped = sum(not call.is_typed for call in story.calls)
         return self._row(f"{what}: failed without a reason", untyped, "calls", bar=_NONE)
@@ -199,7 +218,7 @@ class _Table:
         since, end = story.at + self._size.settle_s, max(call.ended for call in story.calls)
         after = p50_s(story.calls, since, story.repaired) or p50_s(story.calls, since, end)
         if before is None or after is None:
-            return []
+            raise PdserveError(f"{what}: no good call to take the p50 of", stage="bench")
         text = f"{what}: p50 from {self._size.settle_s:g} s after on, vs before"
         return [self._row(text, after * 1e3, "ms", before * 1e3, _P50)]
 

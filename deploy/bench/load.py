@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cluster.errors import PdserveError
+from cluster.errors import DeadlineExceeded, PdserveError
 from cluster.wire import public_v1_pb2 as pb
 from deploy.bench.site import prompt_ids
 from deploy.client import Client
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _CALL_TIMEOUT_S = 60.0
 _LOOK_S = 0.05
+_STAGE = "(stage: "
+"""In the text of an error that says where it happened."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +46,8 @@ class Call:
     reason: str = ""
     """What the error says."""
     is_typed: bool = True
-    """False where the failure is none that the product names."""
+    """False where the failure does not say that one may try again, or that the deadline passed, or
+    at which stage of the request it happened."""
 
     @property
     def seconds(self) -> float:
@@ -137,6 +140,8 @@ def one_call(client: Client, ask: Ask, draw: random.Random) -> Call:
             error, is_typed = f"{num_tokens} tokens of {ask.max_tokens}", False
     except PdserveError as failure:
         error, reason = failure.code, failure.message
+        is_told = failure.is_retryable or isinstance(failure, DeadlineExceeded)
+        is_typed = is_told and _STAGE in failure.message
     except Exception as failure:
         error, reason, is_typed = type(failure).__name__, str(failure), False
     return Call(

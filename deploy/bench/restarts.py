@@ -142,18 +142,23 @@ class _Restarts:
         self._on_restart()
 
     def _first(self, normal_s: float) -> list[Row]:
-        late_s = percentile(self._firsts, 95) - normal_s
         what = f"{self._role.value}: first request after ready"
-        late = Row(
-            name=NAME, what=f"{what}, p95 above normal", value=late_s, unit="s",
-            reference=normal_s, ratio=(late_s + normal_s) / normal_s, bar=_FIRST,
-        )  # fmt: skip
+        late = [
+            Row(
+                name=NAME, what=f"{what}, {which} above normal", value=late_s - normal_s, unit="s",
+                reference=normal_s, ratio=late_s / normal_s, bar=_FIRST,
+            )
+            for which, late_s in (
+                ("p95", percentile(self._firsts, 95)),
+                ("slowest", max(self._firsts)),
+            )
+        ]  # fmt: skip
         num_calls = float(self._size.num_restarts)
         failed = Row(
             name=NAME, what=f"{what}, failed", value=float(self._num_failed), unit="calls",
             reference=num_calls, ratio=self._num_failed / num_calls, bar=_NONE,
         )  # fmt: skip
-        return [late, failed]
+        return [*late, failed]
 
     def _held(self) -> list[Row]:
         """Return the survivor that grew most, by kind of thing."""

@@ -27,9 +27,10 @@ WAIT_S = 10.0
 
 
 class Writer:
-    """A cache whose copies wait until the test lets each of them go."""
+    """A cache whose copies wait until the test lets each of them go; then ``cache`` makes them."""
 
-    def __init__(self) -> None:
+    def __init__(self, cache: PagedCache | None = None) -> None:
+        self.cache = cache
         self.slices = []
         self.bytes = []
         self.entered = threading.Semaphore(0)
@@ -40,20 +41,30 @@ class Writer:
         self.bytes.append(staged_B[::BLOCK_BYTES].tolist())
         self.entered.release()
         assert self.may_go.acquire(timeout=WAIT_S)
+        if self.cache is not None:
+            self.cache.import_blocks(block_ids, staged_B, layers)
+
+
+def sending_landing(pool: BlockPool, writer: Writer) -> Landing:
+    pool.reserve(NUM_BLOCKS, "h", make_key())
+    landing = Landing(Handoff("h", make_key(), NUM_BLOCKS), pool, writer, LAYOUT)
+    landing.handoff.advance(HandoffState.RESERVED)
+    assert landing.announce(MANIFEST)
+    return landing
+
+
+def writing_thread(landing: Landing) -> threading.Thread:
+    staged = torch.arange(NUM_BLOCKS, dtype=torch.uint8).repeat_interleave(BLOCK_BYTES)
+    return threading.Thread(
+        target=landing.write, args=(MANIFEST, 0, NUM_BLOCKS, staged), daemon=True
+    )
 
 
 @pytest.fixture
 def world():
     pool, writer = BlockPool(16), Writer()
-    block_ids = pool.reserve(NUM_BLOCKS, "h", make_key())
-    landing = Landing(Handoff("h", make_key(), NUM_BLOCKS), pool, writer, LAYOUT)
-    landing.handoff.advance(HandoffState.RESERVED)
-    assert landing.announce(MANIFEST)
-    staged = torch.arange(NUM_BLOCKS, dtype=torch.uint8).repeat_interleave(BLOCK_BYTES)
-    thread = threading.Thread(
-        target=landing.write, args=(MANIFEST, 0, NUM_BLOCKS, staged), daemon=True
-    )
-    return pool, writer, landing, thread, block_ids
+    landing = sending_landing(pool, writer)
+    return pool, writer, landing, writing_thread(landing), list(pool.importing("h"))
 
 
 def test_a_piece_is_written_in_slices_and_whole(world):
@@ -85,6 +96,33 @@ def test_nobody_waits_for_a_copy_and_nobody_gets_its_blocks(world):
     assert pool.counts().fenced == 0
     assert pool.num_free == NUM_BLOCKS
     pool.check()
+
+
+@pytest.mark.parametrize("is_fenced", [True, False], ids=["fenced", "unfenced"])
+def test_the_next_holder_keeps_what_it_wrote(is_fenced):
+    """CASES P-21: the same with real blocks, and with the fence taken out, where it goes wrong.
+
+    Aborted in the midst of a copy, the blocks would be another's, who writes its own KV into them,
+    and the copy would end on top of it.
+    """
+    pool, cache = BlockPool(16), PagedCache(LAYOUT, 16, torch.device("cpu"))
+    writer = Writer(cache)
+    landing = sending_landing(pool, writer)
+    if not is_fenced:
+        pool.fence = pool.cancel
+    thread = writing_thread(landing)
+    thread.start()
+    assert writer.entered.acquire(timeout=WAIT_S)
+    landing.abort(AbortCause.CANCELLED)
+    others = pool.allocate(pool.num_free, "other")
+    assert bool(set(others) & set(writer.slices[0])) != is_fenced
+    theirs = torch.full((len(others) * BLOCK_BYTES,), 77, dtype=torch.uint8)
+    cache.import_blocks(others, theirs)
+    writer.may_go.release(NUM_BLOCKS)
+    thread.join(WAIT_S)
+    kept = torch.empty_like(theirs)
+    cache.export_blocks(others, kept)
+    assert torch.equal(kept, theirs) == is_fenced
 
 
 def test_a_copy_that_fails_lifts_the_fence(world):

@@ -28,6 +28,8 @@ NUM_BLOCKS = 64
 CHUNK_TOKENS = 6
 """So small that a prompt of some hundred tokens is being computed for a while."""
 READ_S = 30
+GAUGES_S = 1.0
+"""So soon after a client has left its work is seen to be gone."""
 PATIENCE_S = 20.0
 
 
@@ -187,7 +189,7 @@ def in_queue(cluster: PlainCluster, door: Door) -> Iterator[Any]:
     call = door.call(cluster, 16, 16)
     wait_until(lambda: cluster.view().num_waiting == 1, 5, "it doesn't wait for a slot")
     yield call
-    wait_until(lambda: cluster.view().num_waiting == 0, 2, "it still waits for a slot")
+    wait_until(lambda: cluster.view().num_waiting == 0, GAUGES_S, "it still waits for a slot")
     assert cluster.view().num_granted == 2, "those that run were disturbed"
     for blocker in blockers:
         blocker.leave_by_call()
@@ -200,9 +202,24 @@ def in_prefill(cluster: PlainCluster, door: Door) -> Iterator[Any]:
     call = door.call(cluster, 1000, 16)
     wait_until(lambda: report_of(cluster, "prefill-0").num_running == 1, 5, "no prefill")
     yield call
-    wait_until(lambda: report_of(cluster, "prefill-0").num_running == 0, 2, "it computes on")
+    wait_until(lambda: report_of(cluster, "prefill-0").num_running == 0, GAUGES_S, "it goes on")
     after = report_of(cluster, "prefill-0").counters["prefilled_tokens"]
     assert after - before < 1000, "the prompt was computed to its end"
+
+
+@contextlib.contextmanager
+def in_prefill_queue(cluster: PlainCluster, door: Door) -> Iterator[Any]:
+    """A call that has its grant, and waits at the prefill worker while another is computed."""
+    before = report_of(cluster, "prefill-0").counters["prefilled_tokens"]
+    first = GrpcCall(cluster, 800, 2)
+    wait_until(lambda: report_of(cluster, "prefill-0").num_running == 1, 5, "no prefill")
+    call = door.call(cluster, 16, 16)
+    wait_until(lambda: report_of(cluster, "prefill-0").num_waiting == 1, 5, "it does not wait")
+    yield call
+    wait_until(lambda: report_of(cluster, "prefill-0").num_waiting == 0, GAUGES_S, "it waits on")
+    first.wait_end()
+    after = report_of(cluster, "prefill-0").counters["prefilled_tokens"]
+    assert after - before == 800, "it was computed though its client had left"
 
 
 @contextlib.contextmanager
@@ -220,7 +237,7 @@ def in_wait_for_blocks(cluster: PlainCluster, door: Door) -> Iterator[Any]:
         holder.wait_num_tokens(22 * 16)
     wait_until(lambda: _is_held_up(cluster), 5, "it had blocks in time")
     yield call
-    wait_until(lambda: report_of(cluster, "decode-0").num_waiting == 0, 2, "it still waits")
+    wait_until(lambda: report_of(cluster, "decode-0").num_waiting == 0, GAUGES_S, "it waits on")
     holder.leave_by_call()
 
 
@@ -250,7 +267,7 @@ def in_decode(cluster: PlainCluster, door: Door) -> Iterator[Any]:
     if not call.wait_tokens():
         wait_until(lambda: report_of(cluster, "decode-0").num_running == 1, 5, "no decode")
     yield call
-    wait_until(lambda: report_of(cluster, "decode-0").num_running == 0, 2, "it decodes on")
+    wait_until(lambda: report_of(cluster, "decode-0").num_running == 0, GAUGES_S, "it goes on")
     after = report_of(cluster, "decode-0").counters["generated_tokens"]
     assert after - before < 899, "the choice was decoded to its end"
 
@@ -270,5 +287,7 @@ PHASES = {
     "decode": in_decode,
     "end": after_the_end,
 }
+NUM_LEFT = {"blocks": 2, "end": 0}
+"""Clients that left in the same phase, where it is not one: a call in decode held the blocks."""
 COUNTED_AS = {"queue": "queue", "prefill": "prefill", "blocks": "decode", "decode": "decode"}
 """The ``phase`` of the aborted counter: with its first token out, a request is in decode."""

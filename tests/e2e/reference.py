@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,12 @@ from transformers import AutoModelForCausalLM
 if TYPE_CHECKING:
     from pathlib import Path
 
+logger = logging.getLogger(__name__)
+
 NEAR_TIE = 1e-4
+ROUNDED_TIE = 0.5
+"""Where some KV has 16 bits. The tiny model's gaps are mostly 1 to 10: KV that was turned into
+anything else gives other tokens at once, and mostly at no tie."""
 
 
 @dataclasses.dataclass
@@ -21,16 +27,22 @@ class Reference:
     tokens: list[list[int]]
     gaps: list[list[float]]
 
+    def wrong_at(self, number: int, tokens: list[int], near_tie: float = NEAR_TIE) -> int | None:
+        """Return where these first differ from a prompt's; None where they don't, or at a tie."""
+        expected, gaps = self.tokens[number], self.gaps[number]
+        at = next((i for i, token in enumerate(tokens) if expected[i : i + 1] != [token]), None)
+        if at is None or at >= len(gaps) or gaps[at] >= near_tie:
+            return at
+        logger.warning("prompt=%d token=%d differs at a near-tie: %g", number, at, gaps[at])
+        return None
+
     def disagreements(self, outputs: list[list[int]]) -> tuple[list[int], int]:
-        """Prompts whose output is wrong, and how many differ at a near-tie only."""
+        """Prompts whose output is wrong, and how many differ at a near-tie only: 1 % at most."""
         wrong, ties = [], 0
         for i, (mine, theirs) in enumerate(zip(outputs, self.tokens, strict=True)):
             if mine == theirs:
                 continue
-            at = next(
-                (j for j, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), None
-            )
-            if at is not None and self.gaps[i][at] < NEAR_TIE:
+            if len(mine) == len(theirs) and self.wrong_at(i, mine) is None:
                 ties += 1
             else:
                 wrong.append(i)

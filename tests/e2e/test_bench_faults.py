@@ -47,10 +47,11 @@ def test_with_a_spare_of_each_nobody_notices(tiny_llama, tmp_path):
 
 
 def test_without_a_spare_what_fails_has_a_reason(tiny_llama, tmp_path):
-    """CASES P-19, P-20: with one of each, failures are typed and all is soon whole."""
+    """CASES P-19, P-20: with one of each, only what nobody could serve fails, and says so."""
     with cluster_of(1, tiny_llama, tmp_path) as cluster, supervised(cluster):
         rows = play(cluster, fault_table.SINGLE, tmp_path)
     check(rows)
+    assert sum("could be served" in row.what for row in rows) == 2
 
 
 def test_restarts_leave_nothing_in_the_survivors(tiny_llama, tmp_path):
@@ -64,4 +65,4 @@ def test_restarts_leave_nothing_in_the_survivors(tiny_llama, tmp_path):
         ]
     # So few looks have no trend: the last link and its buffer are there at one, gone at another.
     check(row for row in rows if row.unit in ("s", "calls"))
-    assert len(rows) == 12
+    assert len(rows) == 14

@@ -2,16 +2,18 @@
 
 import pytest
 
-from tests.e2e.fault_cells import STATES, Scene
+from tests.e2e.fault_cells import STATES
+from tests.e2e.fault_scene import Scene
 from tests.e2e.leaving import DOORS, GrpcCall, narrow_pair
 from tests.e2e.plain_cluster import wait_until
+from tests.e2e.pool_books import wait_proven
 from tests.e2e.process_cluster import fault, process_cluster
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(60)]
 STEP_S = 0.15
 NUM_PROMPT = {"sent": 4}
 """Of one chunk where the first message with bytes shall be the last."""
-SINGLE = [state for state in STATES if state != "waiting"]
+SINGLE = ("offered", "reserved", "sending", "sent", "committed")
 """There is one decode worker: an export that waits has nowhere to go."""
 
 
@@ -20,6 +22,9 @@ def cluster(tiny_llama, tmp_path_factory):
     folder = tmp_path_factory.mktemp("cancel")
     with process_cluster(narrow_pair(tiny_llama), tiny_llama, folder) as cluster:
         yield cluster
+        # What any of the stories has done to a pool's books stays wrong until it is looked for.
+        cluster.wait_quiet()
+        wait_proven(cluster, lambda: GrpcCall(cluster, 48, 4).wait_end())
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -47,7 +52,6 @@ def test_leaving_in_mid_handoff_gives_everything_back(state, door, cluster):
     # STEP 3: the next one finds the workers as they were.
     following = GrpcCall(cluster, 48, 4)
     following.wait_end()
-    wait_until(lambda: _num_failed(cluster) == 0, 2, "a pool's own check failed")
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -69,7 +73,3 @@ def test_after_leaving_at_most_the_step_that_runs_and_one_more_are_computed(door
 def _num_generated(cluster) -> float:
     (decode,) = (w for w in cluster.view().workers if w.worker.worker_id == "decode-0")
     return decode.report.counters["generated_tokens"]
-
-
-def _num_failed(cluster) -> float:
-    return sum(w.report.counters["kv_check_failures"] for w in cluster.view().workers)

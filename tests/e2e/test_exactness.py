@@ -59,7 +59,7 @@ def test_tokens_equal_transformers(shape, tiny_llama, prompts, expected, tmp_pat
                     outputs = list(pool.map(lambda prompt: generate(client, prompt), prompts))
                 wrong, ties = expected.disagreements(outputs)
                 assert not wrong
-                assert ties <= len(prompts) * 0.01 + 1
+                assert ties <= len(prompts) * 0.01
         view = cluster.view()
     _assert_who_computed(view, prompts, shape)
 

@@ -41,6 +41,10 @@ def test_one_command_compares_all_kinds_of_batching(tiny_llama, tmp_path, capsys
         for name in ("static", "continuous")
     )
     assert continuous < static
+    # While others wait: most of that time a static batch has two of eight left.
+    assert found["static"]["total"]["slot_use_while_waiting_p50"] <= 0.3
+    assert found["continuous"]["total"]["slot_use_while_waiting"] >= 0.9
+    assert found["continuous"]["total"]["slot_use_while_waiting_p50"] == 1
     assert "continuous" in capsys.readouterr().out
     assert (out / "lab.html").read_text().count("<svg") == 4
     assert {"slots.svg", "waiting.svg", "table.txt"} <= {path.name for path in out.iterdir()}

@@ -1,9 +1,14 @@
-"""Faults that take their time: a worker that stands still for half a minute, ten dead actors."""
+"""Faults that take their time: a worker that stands still for half a minute, ten dead actors.
+
+These are the cases' own lengths, and minutes of waiting, so they are ``slow``. The same with
+shorter waits is ``faults``: test_worker_deaths.py stops a prefill worker for 5 s, which is longer
+than it takes to be declared dead, and restarts each worker 20 times; test_faults_on_ray.py kills a
+prefill and a decode worker's actor.
+"""
 
 from __future__ import annotations
 
 import random
-import statistics
 import threading
 import time
 
@@ -20,9 +25,11 @@ from tests.e2e.ray_cluster import ray_cluster
 from tests.e2e.streams import Prompts
 from tests.e2e.test_on_ray import is_quiet
 from tests.e2e.test_worker_deaths import (
+    MORE_S,
     NUM_IN_FLIGHT,
     NUM_PROMPT,
     NUM_TOKENS,
+    RETRIED_S,
     check_all,
     grown,
     incarnations,
@@ -36,6 +43,8 @@ NUM_FRESH = 24
 PACE_S = 3.0
 """All in all longer than 60 s: after a few cold steps it may look slow, which fades by then."""
 NUM_KILLS = 10
+CONNECTED = 4
+"""Calls that may still open connections and links: they say nothing of the usual."""
 ASK = Ask(num_prompt_tokens=32, max_tokens=16)
 
 
@@ -55,9 +64,9 @@ def test_a_prefill_worker_that_stood_still_for_half_a_minute_is_taken_back(
         cluster.faults("prefill-0").wait_fired()
         stopped_at = time.monotonic()
         with cluster.stopped("prefill-0"):
-            check_all(prompts, streams, within_s=12, since=stopped_at)
+            check_all(prompts, streams, within_s=RETRIED_S, since=stopped_at)
             late = prompts.stream(cluster.grpc, 0)
-            check_all(prompts, [late], within_s=12, since=time.monotonic())
+            check_all(prompts, [late], within_s=RETRIED_S, since=time.monotonic())
             threading.Event().wait(max(0.0, stopped_at + STILL_S - time.monotonic()))
         cluster.faults("prefill-0").clear()
         cluster.wait_whole()
@@ -91,8 +100,8 @@ def _serves(cluster, prompts: Prompts, number: int, before: float) -> bool:
 def test_ten_dead_ray_actors_leave_nothing_behind(tiny_llama, tmp_path):
     """CASES P-23: under load, now a prefill and now a decode worker's actor; Serve replaces it.
 
-    Each is another incarnation, its first request is no slower than others, and in the end nobody
-    who lived through it holds more than after the first two.
+    Each is another incarnation, the first request after each is at most a second slower than the
+    slowest before, and in the end nobody who lived through it holds more than after the first two.
     """
     pools = {"prefill": (Role.PREFILL, 1), "decode": (Role.DECODE, 1)}
     with ray_cluster(make_config(tiny_llama, pools), tmp_path) as cluster:
@@ -100,8 +109,8 @@ def test_ten_dead_ray_actors_leave_nothing_behind(tiny_llama, tmp_path):
         survivors = {CONTROL: hunt.control_pid(), "router": hunt.router_pids()[0]}
         seen = {w.worker.incarnation for w in hunt.workers()}
         with Client(cluster.grpc) as client, Load(cluster, num_clients=2, ask=ASK) as load:
-            load.wait_calls(10, 60)
-            normal_s = min(call.seconds for call in load.calls)
+            load.wait_calls(CONNECTED + 10, 60)
+            normal_s = max(call.seconds for call in load.calls[CONNECTED:])
             firsts: list[float] = []
             for index in range(NUM_KILLS):
                 dead = hunt.first((Role.PREFILL, Role.DECODE)[index % 2])
@@ -115,7 +124,7 @@ def test_ten_dead_ray_actors_leave_nothing_behind(tiny_llama, tmp_path):
                 firsts.append(first.seconds)
                 if index == 1:
                     warm = held_by(survivors)
-        assert statistics.median(firsts) <= normal_s + 1.0
+        assert max(firsts) <= normal_s + MORE_S, firsts
         wait_until(lambda: is_quiet(cluster), 20, "blocks are leaked")
         wait_until(lambda: not grown(warm, held_by(survivors)), 20, "somebody holds more")
         assert all(call.is_typed for call in load.calls if call.error)

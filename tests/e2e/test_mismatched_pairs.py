@@ -11,8 +11,10 @@ import pytest
 
 from cluster.config import Dtype, Role
 from cluster.model.loader import LoadedModel
+from tests.e2e.children import run_worker
 from tests.e2e.plain_cluster import make_config, wait_until, with_pool
-from tests.e2e.process_cluster import ProcessCluster, run_worker
+from tests.e2e.process_cluster import ProcessCluster
+from tests.e2e.reference import ROUNDED_TIE
 from tests.e2e.streams import Prompts
 from tests.factories_model import write_tiny_llama
 
@@ -72,9 +74,16 @@ def test_block_sizes_that_differ_are_converted(prefill_size, decode_size, start,
     cluster.wait_quiet()
 
 
-@pytest.mark.parametrize("dtypes", [(Dtype.FP32, Dtype.BF16), (Dtype.BF16, Dtype.FP32)])
+@pytest.mark.parametrize(
+    "dtypes",
+    [(Dtype.FP32, Dtype.BF16), (Dtype.BF16, Dtype.FP32), (Dtype.FP32, Dtype.FP16)],
+    ids=lambda dtypes: "-".join(dtype.value for dtype in dtypes),
+)
 def test_dtypes_that_differ_are_converted(dtypes, start, tiny_llama):
-    """CASES P-22: KV in bf16 on one side: every token comes; they are near, not the same."""
+    """CASES P-22: KV of 16 bits on one side gives the tokens of fp32, but for what rounding moves.
+
+    The first token is the prefill worker's own; all others read KV that was converted.
+    """
     config = make_config(tiny_llama, POOLS)
     config = with_pool(config, "prefill", kv_dtype=dtypes[0])
     cluster = start(with_pool(config, "decode", kv_dtype=dtypes[1]))
@@ -83,13 +92,19 @@ def test_dtypes_that_differ_are_converted(dtypes, start, tiny_llama):
         cluster.wait_ready(worker_id)
     cluster.wait_whole()
     prompts = Prompts(tiny_llama, 4, num_prompt=50, num_tokens=12)
+    clear = [gaps[1] for gaps in prompts.reference.gaps if gaps[1] > ROUNDED_TIE]
+    assert len(clear) >= 3, "ties prove nothing"
     streams = [prompts.stream(cluster.grpc, number) for number in range(4)]
     for number, stream in enumerate(streams):
         stream.wait_end()
-        assert (stream.error, len(stream.tokens)) == ("", 12)
-        # The first token is the prefill worker's own, from KV it did not convert.
-        assert stream.tokens[0] == prompts.reference.tokens[number][0]
+        prompts.check(number, stream, near_tie=ROUNDED_TIE)
     cluster.wait_quiet()
+    wait_until(lambda: num_imports(cluster) == 4, 5, "some KV was not handed over")
+
+
+def num_imports(cluster: Mismatched) -> float:
+    workers = cluster.view().workers
+    return sum(w.report.counters.get("imports_ok", 0) for w in workers)
 
 
 def other_layers(tmp_path_factory) -> dict:
@@ -191,3 +206,5 @@ def check_refused(cluster: Mismatched, reason: str) -> None:
         assert answer.status_code == 503
         assert answer.elapsed.total_seconds() < patience_s
     assert reason in answer.json()["error"]["message"]
+    assert cluster.processes["prefill-0"].is_alive()
+    assert [w.worker.worker_id for w in cluster.view().workers] == ["prefill-0"]

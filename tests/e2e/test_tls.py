@@ -93,19 +93,22 @@ def test_every_grpc_and_http_port_speaks_tls_to_whom_it_knows_only(secured, door
     ends = config.endpoints
     ports |= {ends.http_port, ends.grpc_port, ends.control_port}
     assert ports <= found
-    health = "/grpc.health.v1.Health/Check"
+    for port in ports:
+        check_refuses_strangers(f"127.0.0.1:{port}", doors)
+
+
+def check_refuses_strangers(address: str, doors: Authority) -> None:
+    """Neither plaintext nor a client without a certificate is answered there."""
+    with grpc.insecure_channel(address) as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=10)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     foreign = ssl.create_default_context(cafile=doors.file)
     foreign.check_hostname, foreign.verify_mode = False, ssl.CERT_NONE
-    for port in ports:
-        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-            with pytest.raises(grpc.RpcError) as caught:
-                channel.unary_unary(health)(b"", timeout=10)
-            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        with httpx.Client(verify=foreign, trust_env=False) as client:
+    with httpx.Client(verify=foreign, trust_env=False) as client:
+        for scheme in ("https", "http"):
             with pytest.raises(httpx.HTTPError):
-                client.get(f"https://127.0.0.1:{port}/health/live")
-            with pytest.raises(httpx.HTTPError):
-                client.get(f"http://127.0.0.1:{port}/health/live")
+                client.get(f"{scheme}://{address}/health/live")
 
 
 def test_our_own_commands_speak_it(secured, capsys, tmp_path):

@@ -95,9 +95,10 @@ def test_trial_tokens_equal_transformers(shape, model, prompts, expected, tmp_pa
     wrong, ties = expected.disagreements(outputs)
     some = reference.Reference(expected.tokens[::5], expected.gaps[::5])
     wrong_alone, ties_alone = some.disagreements(alone)
-    logger.info("%s: %d of 60 outputs differ at a near-tie", shape, ties + ties_alone)
+    num_outputs = len(outputs) + len(alone)
+    logger.info("%s: %d of %d outputs differ at a near-tie", shape, ties + ties_alone, num_outputs)
     assert (wrong, wrong_alone) == ([], [])
-    assert ties + ties_alone <= 1
+    assert ties + ties_alone <= num_outputs * 0.01
 
 
 @pytest.fixture(scope="module")

@@ -1,18 +1,20 @@
 """Proves the engine and the KV path on one CUDA GPU: ``python tests/gpu/check.py > check.json``.
 
-Needs torch, transformers, safetensors, msgpack and PyYAML beside this repository; no Ray, no
-network, no model files: models with random weights are built in place. Takes minutes at most.
-Without CUDA the same parts run on the CPU, smaller, and the JSON says so. Exit code 0: all that ran
-holds; 1: something does not.
+Needs Python 3.11 or 3.12, torch >= 2.11 and transformers >= 5.17, and beside this repository
+safetensors, msgpack, protobuf and PyYAML; no Ray, no network, no model files: models with random
+weights are built in place. Takes minutes at most. Without CUDA the same parts run on the CPU,
+smaller, and the JSON says so. Exit code 0: all that ran holds; 1: something does not; 2: something
+that it needs is missing, too old or too new, and standard error says what.
 
     exact       greedy tokens of several architectures against transformers' own generate
     staging     KV of one worker's cache to another's, over each channel, also between layouts
-    throughput  decode steps, prompts, and bytes by second through gather, channel and scatter
+    throughput  decode steps, prompts, and bytes by second from one cache to the other
 """
 
 # ruff: noqa: E402 (run as a file, it must find its repository first)
 from __future__ import annotations
 
+import asyncio
 import json
 import platform
 import sys
@@ -25,24 +27,26 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from tests.gpu import floors
+
+if __name__ == "__main__" and (lacking := floors.lacking()):
+    sys.exit(floors.refuse(lacking))
+
 import torch
 import transformers
 
 from cluster.config import Dtype
+from cluster.kv.block_pool import BlockPool
 from cluster.kv.cache import PagedCache
 from cluster.model.loader import load_model
-from cluster.request import LegKey
 from cluster.transport.loopback import LoopbackTransport
-from cluster.transport.manifest import Manifest
 from cluster.transport.shm import ShmTransport
-from cluster.transport.staging import StagedChannel, TransferLimits
-from tests.contract.ends import LONG_S, running
 from tests.factories_runner import Driver, assert_matches, make_prompts
+from tests.gpu.two_workers import Export, ReceivingHalf, hand_over
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from cluster.kv.layout import KVLayout
     from cluster.model.loader import LoadedModel
     from cluster.transport.base import Transport
 
@@ -184,8 +188,9 @@ def move_and_go_on(
     source = sender.add(prompt)
     sender.step()
     line = receiver.add(prompt)
-    receiver.grow(line, len(prompt))
-    hand_over(pair, sender.cache, source.block_ids, receiver.cache, line.block_ids, len(prompt))
+    export = Export(cache=sender.cache, block_ids=source.block_ids, num_tokens=len(prompt))
+    half = ReceivingHalf(receiver.cache, scattered_pool(128), room_tokens=NUM_OUTPUTS)
+    _, line.block_ids = asyncio.run(hand_over(pair, export, half))
     line.num_computed, line.output_ids = len(prompt), list(source.output_ids)
     [output] = receiver.run(NUM_OUTPUTS)
     # Rounding to fewer bits may turn a near tie later on; what moved whole must go on exactly.
@@ -194,56 +199,14 @@ def move_and_go_on(
     assert not exact or output == expected, f"{output}, not {expected}"
 
 
-def hand_over(
-    pair: tuple[Transport, Transport],
-    sender: PagedCache,
-    export: list[int],
-    receiver: PagedCache,
-    table: list[int],
-    num_tokens: int,
-) -> float:
-    """Move an export in digested pieces, as a link does; returns seconds of a second time."""
-    layout = sender.layout
-    limits = TransferLimits(staging_bytes=max(16 << 20, layout.block_bytes), has_digest=True)
-    manifest = Manifest.of("h", LegKey("r", 0, 0), layout, num_tokens=num_tokens, output_ids=(1,))
-    manifest = manifest.cut(limits.staging_bytes)
-
-    def gather(start: int, num_blocks: int, out_B: torch.Tensor) -> None:
-        sender.export_blocks(export[start : start + num_blocks], out_B)
-
-    def scatter(start: int, num_blocks: int, staged_B: torch.Tensor) -> None:
-        write_piece(receiver, table, layout, (start, num_blocks, num_tokens), staged_B)
-
-    with running(pair) as opened:
-        ends = [
-            StagedChannel(channel, limits, transport.device)
-            for channel, transport in zip(opened.open(), pair, strict=True)
-        ]
-        for _ in range(2):
-            began = time.perf_counter()
-            receiving = opened.start(ends[1].recv, manifest, scatter, LONG_S)
-            ends[0].send(manifest, gather, LONG_S)
-            receiving.result(LONG_S)
-            synchronize(receiver.device)
-            seconds = time.perf_counter() - began
-    return seconds
-
-
-def write_piece(
-    cache: PagedCache,
-    table: list[int],
-    theirs: KVLayout,
-    piece: tuple[int, int, int],
-    staged_B: torch.Tensor,
-) -> None:
-    """What a decode worker does with a piece."""
-    start, num_blocks, num_tokens = piece
-    if theirs == cache.layout:
-        cache.import_blocks(table[start : start + num_blocks], staged_B)
-        return
-    first = start * theirs.block_size
-    length = min(num_blocks * theirs.block_size, num_tokens - first)
-    cache.import_foreign(table, range(first, first + length), staged_B, theirs)
+def scattered_pool(num_blocks: int) -> BlockPool:
+    """Return a pool in which every other block is taken: no two that it gives are neighbours."""
+    pool = BlockPool(num_blocks)
+    for number in range(num_blocks):
+        pool.allocate(1, f"other-{number}")
+    for number in range(0, num_blocks, 2):
+        pool.release(f"other-{number}")
+    return pool
 
 
 def measure(report: Report, folder: Path) -> None:
@@ -275,14 +238,14 @@ def measure(report: Report, folder: Path) -> None:
     step_s = (time.perf_counter() - began) / (num_steps - 4)
     report.figures["decode_step_ms"] = step_s * 1e3
     report.figures["decode_tokens_per_s"] = num_seqs / step_s
-    table = driver.lines[0].block_ids
+    table = driver.lines[0].block_ids[: driver.cache.layout.num_blocks_for(num_tokens)]
+    export = Export(cache=driver.cache, block_ids=table, num_tokens=num_tokens)
     for name, pair in transports(report.device):
         for block_size in (16, 32):
             cache = PagedCache(loaded.layout(block_size), len(table), loaded.device)
-            into = list(range(cache.layout.num_blocks_for(num_tokens)))
-            export = table[: driver.cache.layout.num_blocks_for(num_tokens)]
-            seconds = hand_over(pair, driver.cache, export, cache, into, num_tokens)
-            num_bytes = len(export) * driver.cache.layout.block_bytes
+            half = ReceivingHalf(cache, BlockPool(len(table)), room_tokens=0)
+            seconds, _ = asyncio.run(hand_over(pair, export, half))
+            num_bytes = len(table) * driver.cache.layout.block_bytes
             report.figures[f"handover_{name}_16_to_{block_size}_GiB_per_s"] = (
                 num_bytes / seconds / 2**30
             )

@@ -137,10 +137,12 @@ class World:
             for other in self.waiting.values()
             if other.request_id < want.request_id and want.export is None is other.export
         ]
+        # Between tenants with fair shares it is only a matter of their turns.
         same = [
             other
             for other in older
-            if not self.is_fair and (other.max_tokens == 1) == (want.max_tokens == 1)
+            if (other.max_tokens == 1) == (want.max_tokens == 1)
+            and (other.tenant == want.tenant or not self.is_fair)
         ]
         for other in same:
             # It has no room where the younger one, which needs less, has; and that for a while.
@@ -259,7 +261,9 @@ class World:
         weights = [4, 8, 5, 5, 2]
         if self.rng.random() < 0.02:
             self.rng.choice([self.cancel, self.restart_worker])()
+            self.check_nobody_fits()
         self.rng.choices(events, weights)[0]()
+        self.check_nobody_fits()
         if self.rng.random() < 0.2:
             for worker in self.workers.values():
                 self.say(worker)

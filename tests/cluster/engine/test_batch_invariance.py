@@ -64,7 +64,7 @@ def test_companions_change_no_token(make_model_engine, name):
     expected, logprobs = run_target(make_model_engine(), params)
     dice = random.Random(name)
     sizes = set()
-    for repeat in range(NUM_REPEATS // len(TARGETS)):
+    for repeat in range(NUM_REPEATS):
         number = 15 if repeat == 0 else dice.randint(1, 15)
         prompts = make_prompts([dice.randint(1, 70) for _ in range(number)], seed=repeat)
         companions = [(dice.randint(0, 12), p, companion_params(dice)) for p in prompts]

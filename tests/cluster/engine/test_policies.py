@@ -1,5 +1,7 @@
 """Orders, preemption by tier, reservations and batching of one engine, as stories."""
 
+from dataclasses import replace
+
 import pytest
 
 from cluster.config import Batching, Policy
@@ -73,28 +75,6 @@ class TestOrder:
             engine.clock.advance(0.02)
         assert 0.9 < engine.end(engine_key(engine, "long")).queue_s < 1.3
 
-    def test_tenants_share_tokens_fairly(self):
-        """Many long ones of one tenant beside a few short ones of another, always some waiting."""
-        rules = Rules(ordering=Ordering(is_fair=True))
-        engine = Engine(max_num_seqs=4, rules=rules, num_blocks=200)
-        sizes = {"greedy": (60, 20), "modest": (6, 4)}
-        served = dict.fromkeys(sizes, 0)
-        counts = dict.fromkeys(sizes, 0)
-        waiting = dict.fromkeys(sizes, 0)
-        for _ in range(1500):
-            for tenant, (prompt, output) in sizes.items():
-                backlog = 50 if tenant == "greedy" else 6
-                waiting[tenant] = counts[tenant] - sum(
-                    name.startswith(tenant) for name in started(engine)
-                )
-                if waiting[tenant] < backlog:
-                    name = f"{tenant}-{counts[tenant]}"
-                    counts[tenant] += 1
-                    engine.add(name, num_prompt_tokens=prompt, max_tokens=output, tenant=tenant)
-            for share in engine.step().shares:
-                served[share.key.request_id.split("-")[0]] += len(share.token_ids)
-        assert max(served.values()) <= 2 * min(served.values()), served
-
 
 def engine_key(engine, name):
     class Named:
@@ -127,6 +107,82 @@ class TestPreemptionByTier:
         engine.run_to_end()
         assert (low.num_preemptions, high.num_preemptions) == (1, 0)
         assert engine.tokens(low) == expected_tokens("low", 8)
+        engine.assert_idle()
+
+    @pytest.mark.parametrize("swap_slots", [0, 20], ids=["recompute", "swap"])
+    def test_imported_kv_of_a_higher_tier_is_not_taken_to_grow(self, swap_slots):
+        """It has just come and waits for its slot, and the pool is full."""
+        engine = Engine(num_blocks=20, max_num_seqs=2, rules=BY_TIER, swap_slots=swap_slots)
+        lows = [
+            engine.add(f"l{i}", priority="low", num_prompt_tokens=num_tokens, max_tokens=40)
+            for i, num_tokens in enumerate((8, 9))
+        ]
+        engine.step()
+        while lows[0].num_tokens <= len(lows[0].block_ids) * BLOCK_SIZE:
+            engine.step()
+        all_free = engine.pool.num_free * BLOCK_SIZE
+        high = engine.add_imported("h", priority="high", num_prompt_tokens=all_free, max_tokens=5)
+        assert "h" in running(engine.step())
+        engine.run_to_end()
+        assert high.num_preemptions == 0
+        for low in lows:
+            assert engine.tokens(low) == expected_tokens(low.key.request_id, 40)
+        engine.assert_idle()
+
+    def test_imported_kv_without_a_slot_is_taken_to_grow(self):
+        """Else nobody would move: the one that runs has aged, so it keeps its slot."""
+        engine = Engine(num_blocks=20, max_num_seqs=1, rules=BY_TIER)
+        low = engine.add("low", priority="low", num_prompt_tokens=7, max_tokens=20)
+        engine.step()
+        engine.clock.advance(AGING_S)
+        all_free = engine.pool.num_free * BLOCK_SIZE
+        high = engine.add_imported("h", priority="high", num_prompt_tokens=all_free, max_tokens=5)
+        engine.run_to_end()
+        assert (low.num_preemptions, high.num_preemptions) == (0, 1)
+        engine.assert_idle()
+
+    def test_one_that_has_aged_keeps_what_it_has(self):
+        """P-16: a stream of higher ones takes its place while it is young, and no more then."""
+        engine = Engine(num_blocks=30, max_num_seqs=1, rules=replace(BY_TIER, max_preemptions=1000))
+        low = engine.add("low", priority="low", num_prompt_tokens=20, max_tokens=30)
+        came = engine.clock.now()
+        engine.step()
+        for i in range(2000):
+            if engine.scheduler.num_waiting < 2:
+                engine.add(f"h{i}", priority="high", num_prompt_tokens=8, max_tokens=3)
+            engine.step()
+            if low.key in engine.log.ends:
+                break
+        assert low.num_preemptions == 1
+        assert AGING_S < engine.clock.now() - came < AGING_S + 1.0
+
+    def test_nobody_gives_way_for_blocks_that_others_share_with_it(self):
+        """They stay with those others, so it would be in vain."""
+        engine = Engine(num_blocks=20, rules=BY_TIER, has_prefix_cache=True)
+        prompt_ids = tuple(range(100, 140))
+        keeper = engine.add("keeper", prompt_ids=prompt_ids, priority="high", max_tokens=30)
+        engine.step()
+        low = engine.add("low", prompt_ids=prompt_ids, priority="low", max_tokens=30)
+        engine.step()
+        assert len(set(keeper.block_ids) & set(low.block_ids)) == 9
+        too_many = (engine.pool.num_free + 4) * BLOCK_SIZE
+        engine.add("n", priority="normal", num_prompt_tokens=too_many, max_tokens=4)
+        engine.step()
+        assert low.num_preemptions == 0
+        engine.run_to_end()
+        engine.assert_idle()
+
+    def test_sharers_that_all_give_way_free_what_they_share(self):
+        engine = Engine(num_blocks=20, rules=BY_TIER, has_prefix_cache=True)
+        lows = []
+        for name in ("l1", "l2"):
+            prompt_ids = tuple(range(100, 140))
+            lows.append(engine.add(name, prompt_ids=prompt_ids, priority="low", max_tokens=4))
+            engine.step()
+        engine.add("n", priority="normal", num_prompt_tokens=64, max_tokens=4)
+        assert running(engine.step()) == {"n"}
+        assert [low.num_preemptions for low in lows] == [1, 1]
+        engine.run_to_end()
         engine.assert_idle()
 
     def test_nothing_is_taken_where_it_would_not_be_enough(self):

@@ -153,7 +153,7 @@ class Run:
             assert not any(s.num_preemptions for s in self.sequences)
         assert all(s.num_preemptions <= self.rules.max_preemptions for s in self.sequences)
         came = [s for s in now_running if s not in was_running]
-        left = [s for s in waiting if s.state is SequenceState.WAITING]
+        left = [s for s in waiting + was_running if s.state is SequenceState.WAITING]
         if self.rules.batching is not Batching.CONTINUOUS:
             in_batch = [s for s in was_running if s.state is not SequenceState.ENDED]
             assert not (came and in_batch), "nobody joins a batch that runs"
@@ -166,15 +166,14 @@ class Run:
             self.check_equals(sequence, left)
 
     def check_passed(self, sequence, left):
-        """Whoever it left behind was not older by more than the bound, or lower, or lacks room."""
+        """Whoever it left behind, or took the place of, was not older by more than the bound."""
         for other in left:
             if sequence.block_ids and sequence.num_computed_tokens:
                 continue  # its KV came with it: it took a slot, and no blocks
             is_too_young = sequence.arrived > other.arrived + self.rules.ordering.aging_s
             if is_too_young and self.rules.ordering.is_fair:
                 is_too_young = sequence.tenant == other.tenant
-            started_again = other.num_preemptions > 0
-            assert not is_too_young or started_again, f"{sequence.key} has passed {other.key}"
+            assert not is_too_young, f"{sequence.key} has passed {other.key}"
 
     def check_equals(self, sequence, left):
         """Those that need the same and may ask for the same are served as they came."""
@@ -189,7 +188,7 @@ class Run:
 
     def check_idle(self, now_running, left):
         """A slot stays empty only where nobody fits, or room is kept for one who waits longer."""
-        if len(now_running) >= self.slots or not left or not self.rules.preempts:
+        if len(now_running) >= self.slots or not left:
             return
         kept = any(s.num_preemptions for s in self.in_state(SequenceState.WAITING))
         oldest = min(s.arrived for s in left)
@@ -198,7 +197,10 @@ class Run:
         for sequence in left:
             if kept or sequence.arrived > oldest + self.rules.ordering.aging_s:
                 continue
-            need = -(-sequence.num_tokens // BLOCK_SIZE) + 1
+            num_tokens = sequence.num_tokens
+            if not self.rules.preempts:  # it starts with room for all that may come
+                num_tokens = sequence.num_prompt_tokens + sequence.params.max_tokens
+            need = -(-num_tokens // BLOCK_SIZE) + 1
             assert need + growing > free, f"{sequence.key} could run"
 
     def finish(self):

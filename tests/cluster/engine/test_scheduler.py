@@ -2,6 +2,7 @@
 
 import pytest
 
+from cluster.engine.plan import Outcome
 from cluster.engine.rules import Rules
 from cluster.engine.scheduler import StepScheduler
 from cluster.errors import Cancelled, DeadlineExceeded, EngineFault, InvalidRequest, WorkerLost
@@ -504,11 +505,31 @@ class TestAbort:
         engine = Engine(max_num_seqs=1)
         begun, waiting = engine.add("a"), engine.add("b")
         engine.step()
-        lost = WorkerLost("broken")
-        engine.scheduler.abort_all(EngineFault("broken"), engine.clock.now(), unstarted=lost)
+        broken, lost = EngineFault("broken"), WorkerLost("broken")
+        engine.scheduler.abort_all(broken, engine.clock.now(), others=lost)
         engine.log.take(engine.scheduler.take_events())
-        assert isinstance(engine.log.ends[begun.key].error, EngineFault)
+        assert engine.log.ends[begun.key].error is broken
         assert engine.log.ends[waiting.key].error is lost
+        engine.assert_idle()
+
+    @pytest.mark.parametrize("fails_in", ["run", "commit"])
+    def test_all_in_mid_step_tells_those_that_it_left_out_another_error(self, fails_in):
+        """The younger one was begun as well, and gave its blocks up before the step that fails."""
+        engine = Engine(num_blocks=4)
+        computed, left_out = (engine.add(name, num_prompt_tokens=4) for name in "ab")
+        engine.step()
+        while not engine.scheduler.num_waiting:
+            engine.step()
+        plan = engine.scheduler.schedule(engine.clock.now())
+        assert [share.key for share in plan.shares] == [computed.key]
+        if fails_in == "commit":
+            with pytest.raises(KeyError):
+                engine.scheduler.commit(plan, Outcome({}), engine.clock.now())
+        broken, lost = WorkerLost("broken"), WorkerLost("lost")
+        engine.scheduler.abort_all(broken, engine.clock.now(), others=lost)
+        engine.log.take(engine.scheduler.take_events())
+        assert engine.log.ends[computed.key].error is broken
+        assert engine.log.ends[left_out.key].error is lost
         engine.assert_idle()
 
 

@@ -72,6 +72,24 @@ def test_who_was_away_has_saved_no_credit():
     assert queue.tenants.counter("b") == 1000.0
 
 
+def test_age_takes_no_turn_of_a_tenant_that_was_served_less():
+    """Where a flood waits for long, what is served soon would be passed by it for ever."""
+    queue = fill(
+        make_queue(Policy.PRIORITY, is_fair=True),
+        *({"tenant": "flood", "tier": 1, "arrived": 0.0} for _ in range(2)),
+        {"tenant": "modest", "tier": 1, "arrived": 5.0},
+        {"tenant": "modest", "tier": 0, "arrived": 5.0},
+        {"tenant": "urgent", "tier": 2, "arrived": 5.0},
+    )
+    queue.tenants.charge("flood", 100.0)
+    assert queue.in_order(4.0) == ["r4", "r2", "r0", "r1", "r3"]
+    assert queue.in_order(6.0) == ["r4", "r2", "r0", "r1", "r3"]
+    queue.tenants.charge("urgent", 200.0)
+    assert queue.in_order(6.0) == ["r2", "r0", "r1", "r4", "r3"], "and they pass a higher tier"
+    queue.tenants.charge("modest", 101.0)
+    assert queue.in_order(6.0) == ["r0", "r1", "r4", "r2", "r3"]
+
+
 def test_a_closed_group_is_left_out_of_the_rest_of_the_walk():
     queue = fill(make_queue(), *({"group": g} for g in "ababab"))
     walk, seen = queue.walk(0.0), []
