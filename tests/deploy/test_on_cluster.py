@@ -82,7 +82,7 @@ def deploy(tmp_path, monkeypatch):
 def test_what_stands_still_ends_with_its_pool_and_what_serve_says(deploy):
     message, at = deploy()
     why = "; decode: 1 replicas wait for {GPU: 1}"
-    assert message == f"not ready, and nothing has moved for 30 s: {WAITS}{why}"
+    assert message == f"not ready, and nothing has moved for 20 s: {WAITS}{why}"
     assert at <= 45.0
     assert deploy.given_up
 

@@ -159,7 +159,7 @@ def test_an_update_that_stands_still_ends_with_its_pool(deployed, tmp_path):
         finally:
             loading[0].kill()
     assert done.returncode == 1
-    assert "nothing has moved for 30 s: pool decode-new: 0 of 1 workers" in done.stderr, done.stderr
+    assert "nothing has moved for 20 s: pool decode-new: 0 of 1 workers" in done.stderr, done.stderr
     assert time.monotonic() - hung_at < FAIL_S
 
 
