@@ -89,6 +89,7 @@ class InlineHost:
             await self._serve()
         finally:
             # grpc.aio servers say their last word to the loop when they are collected.
+            gc.unfreeze()
             gc.collect()
 
     async def _serve(self) -> None:

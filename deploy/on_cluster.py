@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from deploy.fit import Node
 
 _POLL_S = 1.0
-_QUIET_S = 15.0
+_QUIET_S = 10.0
 _GIVE_UP_S = 5.0
 """Whoever waits for the reason of a failure is not kept for longer."""
 _HEAD_RESOURCE = "node:__internal_head__"
@@ -156,17 +157,19 @@ def _wait_until_ready(config: DeployConfig, host: RayHost, wait_s: float) -> Non
     deadline = time.monotonic() + wait_s
     watch, loading, is_long = StartWatch(), ClusterLoading(), False
     told = ""
-    while waits_for := missing(config) or host.unfinished():
+    while waits_for := (lack := missing(config)) or host.unfinished():
         now = time.monotonic()
+        # In an update the predecessors may be draining still, which moves nothing.
+        stuck_s = STUCK_S if lack else max(STUCK_S, config.limits.drain_s + _POLL_S)
         # Most are up before any node need be asked.
         is_long |= watch.still_s >= _QUIET_S
         watch.look(waits_for, loading.works(now) if is_long else {}, now)
         failure = host.failure() or host.start_failure()
         if failure is not None:
             raise failure
-        if watch.is_stuck:
+        if watch.still_s >= stuck_s:
             raise StartupError(
-                f"not ready, and nothing has moved for {STUCK_S:.0f} s: "
+                f"not ready, and nothing has moved for {stuck_s:.0f} s: "
                 f"{waits_for}{host.obstacles()}"
             )
         if now >= deadline:
@@ -185,11 +188,17 @@ def _has_app() -> bool:
 
 def _give_up_app() -> None:
     """Have it taken away; Serve goes on alone with what takes longer."""
+    # Serve's calls have no timeout, and wait for ever where its controller hangs.
+    asking = threading.Thread(target=_take_away, name="serve-delete", daemon=True)
+    asking.start()
+    asking.join(_GIVE_UP_S)
+
+
+def _take_away() -> None:
     from ray import serve
 
-    deadline = time.monotonic() + _GIVE_UP_S
     serve.delete(APP_NAME, _blocking=False)
-    while _has_app() and time.monotonic() < deadline:
+    while _has_app():
         time.sleep(_POLL_S)
 
 

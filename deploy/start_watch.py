@@ -1,8 +1,8 @@
 """Is a start still getting on? A worker that hangs while it loads fails in no other way.
 
-A start gets on while what it waits for changes, or while the processes that load work: they
-compute, read or write. So a large model takes as long as it takes, and one that stands still is
-given up.
+A start gets on while what it waits for changes, while processes that load come, or while they work:
+they compute, read or write. So a large model takes as long as it takes, and one that stands still
+is given up.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class StartWatch:
         if waits_for != self._waits_for:
             self._waits_for, self._moved_at = waits_for, now
         known = {name: self._works.get(name, work) for name, work in works.items()}
-        if any(works[name] - known[name] >= _LEAST_WORK for name in works):
+        is_new = bool(works.keys() - self._works.keys())
+        if is_new or any(works[name] - known[name] >= _LEAST_WORK for name in works):
             self._moved_at, known = now, dict(works)
         self._works = known
 

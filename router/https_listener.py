@@ -52,12 +52,16 @@ class HttpsListener:
         self._places = places
         self._handshake_timeout_s = handshake_timeout_s
         self._shaking: set[asyncio.Task[None]] = set()
+        self._is_closed = False
         self._accepting = asyncio.get_running_loop().create_task(self._accept())
 
     def close(self) -> None:
-        """Accept nobody more, and drop those who have not shaken hands; idempotent."""
-        for task in (self._accepting, *self._shaking):
-            task.cancel()
+        """Accept nobody more; those who have not shaken hands by the second call are dropped."""
+        if self._is_closed:
+            for task in self._shaking:
+                task.cancel()
+        self._is_closed = True
+        self._accepting.cancel()
 
     async def wait_closed(self) -> None:
         """Return once all that was under way is over."""

@@ -66,6 +66,7 @@ READY_MAX_AGE_S = 6.0
 _RETRY_AFTER_S = 1.0
 CONTROL_PLANE = "control plane"
 ROUTER = "router"
+_LEAVES = "this router is shutting down"
 MAX_WATCHERS = 256
 """Clients that watch the cluster through one router."""
 
@@ -161,11 +162,15 @@ class Service:
         """Refuse whoever comes, and send away who watches; what runs goes on."""
         self._is_leaving = self._is_shut = True
 
+    def check_stays(self) -> None:
+        """Raise NoWorker once this router leaves: whoever watches shall watch another."""
+        if self._is_leaving:
+            raise NoWorker(_LEAVES, stage="edge", retry_after_s=_RETRY_AFTER_S)
+
     def check_open(self) -> None:
         """Raise NoWorker once this router is shut."""
         if self._is_shut:
-            reason = "this router is shutting down"
-            raise NoWorker(reason, stage="edge", retry_after_s=_RETRY_AFTER_S)
+            raise NoWorker(_LEAVES, stage="edge", retry_after_s=_RETRY_AFTER_S)
 
     @contextlib.contextmanager
     def admission(self, caller: Caller = ANYBODY) -> Iterator[None]:
@@ -249,7 +254,7 @@ class Service:
     @contextlib.contextmanager
     def watching(self, caller: Caller) -> Iterator[None]:
         """Hold a place for one who watches the cluster; raises QueueFull where there is none."""
-        self.check_open()
+        self.check_stays()
         if self._num_watching >= MAX_WATCHERS:
             reason = f"{MAX_WATCHERS} clients watch the cluster, the most there may be"
             raise ClusterFull(reason, stage="edge", retry_after_s=_RETRY_AFTER_S)

@@ -120,7 +120,7 @@ class Inference(pb_grpc.InferenceServicer):
         try:
             with self._service.watching(caller_of(context, self._service.keys)):
                 while True:
-                    self._service.check_open()
+                    self._service.check_stays()
                     view = self._service.view()
                     if view is not told:
                         await context.write(_cluster(view))

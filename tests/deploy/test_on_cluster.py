@@ -1,6 +1,7 @@
 """``pdserve deploy`` until it serves, or until it is given up; nothing of Ray runs."""
 
 import contextlib
+import threading
 
 import pytest
 
@@ -73,7 +74,7 @@ def deploy(tmp_path, monkeypatch):
         "named": lambda config: config,
         "missing": lambda config: WAITS,
         "RunState": lambda port: RunState(port, root=tmp_path),
-        "_give_up_app": lambda: deploy.given_up.append(True),
+        "_take_away": lambda: deploy.given_up.append(True),
     }.items():
         monkeypatch.setattr(on_cluster, name, fake)
     return deploy
@@ -103,3 +104,22 @@ def test_a_worker_that_does_not_come_up_ends_it_at_once(deploy, monkeypatch):
 def test_what_was_to_replace_an_app_is_left_to_be_replaced(deploy):
     deploy(had_app=True)
     assert not deploy.given_up
+
+
+def test_predecessors_may_drain_as_long_as_they_may(deploy, monkeypatch):
+    """All who are wanted are there; Serve waits for the end of those that were to be replaced."""
+    monkeypatch.setattr(on_cluster, "missing", lambda config: "")
+    monkeypatch.setattr(FakeHost, "unfinished", lambda self: "decode: 1 replica is stopping")
+    message, at = deploy(had_app=True)
+    assert message.startswith("not ready, and nothing has moved for 31 s: decode")
+    assert 30.0 < at < 60.0
+
+
+def test_a_serve_that_does_not_answer_keeps_nobody_from_the_reason(deploy, monkeypatch):
+    """Its calls wait for ever where its controller hangs."""
+    hangs = threading.Event()
+    monkeypatch.setattr(on_cluster, "_GIVE_UP_S", 0.01)
+    monkeypatch.setattr(on_cluster, "_take_away", hangs.wait)
+    message, _ = deploy()
+    assert message.startswith("not ready")
+    hangs.set()

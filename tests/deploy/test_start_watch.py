@@ -37,11 +37,12 @@ def test_whoever_loads_has_time():
         assert not is_stuck(watch, WAITS, {"d": 0.06 * second}, float(second))
 
 
-def test_what_was_done_before_anybody_looked_is_no_news():
+def test_who_is_seen_for_the_first_time_has_just_come_whatever_it_did_before():
     watch = StartWatch()
     assert not is_stuck(watch, WAITS, {}, 0.0)
     assert not is_stuck(watch, WAITS, {"d": 100.0}, STUCK_S - 1)
-    assert is_stuck(watch, WAITS, {"d": 100.0}, STUCK_S)
+    assert not is_stuck(watch, WAITS, {"d": 100.0}, 2 * STUCK_S - 2)
+    assert is_stuck(watch, WAITS, {"d": 100.0}, 2 * STUCK_S - 1)
 
 
 def test_every_worker_that_comes_counts():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 
 import grpc
 import httpx
@@ -75,6 +76,7 @@ async def test_grpc_calls_run_to_their_end_and_nobody_else_is_let_in():
     ):
         stub = pb_grpc.InferenceStub(channel)
         request = pb.GenerateRequest(prompt="hi")
+        began = time.monotonic()
         call = asyncio.ensure_future(stub.GenerateOnce(request, timeout=CALL_S))
         await until(lambda: is_running(service))
         stopping = asyncio.ensure_future(door.stop(GRACE_S))
@@ -88,7 +90,12 @@ async def test_grpc_calls_run_to_their_end_and_nobody_else_is_let_in():
         )
         with pytest.raises(grpc.aio.AioRpcError) as end:
             await call
-        assert end.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED, "it was cut"
+        # The server closes with its last call: its word and the client's own deadline race that.
+        assert time.monotonic() - began > 0.9 * CALL_S, "it was cut"
+        assert end.value.code() in (
+            grpc.StatusCode.DEADLINE_EXCEEDED,
+            grpc.StatusCode.UNAVAILABLE,
+        )
         await asyncio.wait_for(stopping, 10)
 
 
@@ -152,7 +159,9 @@ async def test_doors_that_another_has_too_are_closed_at_once(monkeypatch):
     monkeypatch.setattr(leave, "LAST_CALLS_S", 0.0)
     others = {"heirs": False}
     monkeypatch.setattr(leave, "is_shared", lambda port: others["heirs"])
-    async with both_doors() as (service, http, grpc_door, client, _):
+    async with both_doors() as (service, http, grpc_door, client, channel):
+        watch = pb_grpc.InferenceStub(channel).WatchCluster(pb.GetClusterRequest())
+        await watch.read()
         body = {"prompt": "hi", "timeout_s": GRACE_S}
         running = asyncio.ensure_future(client.post("/v1/completions", json=body))
         await until(lambda: is_running(service))
@@ -160,5 +169,7 @@ async def test_doors_that_another_has_too_are_closed_at_once(monkeypatch):
         await until(lambda: not service.readiness().is_ready)
         others["heirs"] = True
         await asyncio.wait_for(leaving, 5)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await asyncio.wait_for(watch.read(), 5)  # it would keep the server from its end
         assert not running.done()
         running.cancel()

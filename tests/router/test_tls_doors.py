@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import socket
 import ssl
 from dataclasses import dataclass
 
@@ -18,8 +19,10 @@ from router.api import build_api
 from router.grpc_api import GrpcDoor
 from router.http_door import HttpDoor
 from router.http_guard import HttpCaps
+from router.https_listener import HttpsListener
+from router.shares import Shares
 from tests.certificates import Authority
-from tests.router.fakes import EOS_ID, FakeCluster, make_router, speaks
+from tests.router.fakes import EOS_ID, FakeCluster, make_router, speaks, until
 
 ASK = {"prompt": "hi", "max_tokens": 8}
 
@@ -135,6 +138,35 @@ async def test_where_clients_show_certificates_nobody_else_is_heard(site, monkey
         tls = ClientTls(**ca)
         assert (await ask_http(http, tls)).status_code == 200
         assert await asyncio.to_thread(ask_grpc, by_grpc, tls) == "ok"
+
+
+async def test_who_connected_before_the_door_closed_may_finish_shaking_hands(site):
+    """CASES P-27: a door that closes for an heir has a moment for those who came to it."""
+    made, context = asyncio.Event(), ClientTls(ca_file=site.doors.file).context()
+
+    def make(place):
+        made.set()
+        return asyncio.Protocol()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = listening.getsockname()
+        listener = HttpsListener(
+            listening, DoorTls(site.security).context, make=make, places=Shares(8, 8),
+            handshake_timeout_s=10.0,
+        )  # fmt: skip
+        early, late = (socket.create_connection(address) for _ in range(2))
+        await until(lambda: len(listener._shaking) == 2)
+        listener.close()
+        _, writer = await asyncio.open_connection(
+            sock=early, ssl=context, server_hostname="127.0.0.1"
+        )
+        await asyncio.wait_for(made.wait(), 5)
+        listener.close()
+        await listener.wait_closed()
+        with pytest.raises((ConnectionError, ssl.SSLError)):
+            await asyncio.open_connection(sock=late, ssl=context, server_hostname="127.0.0.1")
+        writer.close()
+        late.close()
 
 
 SHARE = 8
