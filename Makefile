@@ -42,8 +42,11 @@ run: .venv/.installed
 	@$(BIN)/pdserve serve --config $(CONFIG) $(if $(MODEL),--model $(MODEL)) $(if $(ONCE),--once) \
 		$(ARGS)
 
+# Two processes: what thousands of event loops have left in grpc's core, which all loops of a process
+# share, ends before clusters are started. A serving process has one loop for all of its life.
 test: .venv/.installed-dev
-	$(BIN)/pytest
+	$(BIN)/pytest --ignore=tests/e2e --ignore=tests/integration
+	$(BIN)/pytest tests/e2e tests/integration
 
 # One marker after the other, so that no two of them want the cores, the memory or the default
 # ports at once. pytest says 5 where a marker has no test here, which is no failure.
