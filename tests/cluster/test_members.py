@@ -113,14 +113,30 @@ async def test_a_member_gets_one(decode_worker):
     assert await dial(decode_worker, MEMBER)
 
 
-@pytest.mark.parametrize("token", [*STRANGERS, MEMBER], ids=["none", "wrong", "member"])
-async def test_only_members_start_legs(decode_worker, token):
+@contextlib.asynccontextmanager
+async def leg_started(decode_worker, token):
+    """Yield what a router with this token hears of a leg that it starts."""
     peer, _ = decode_worker
     events = Events()
     router = WorkerClient(peer, router_id="r", incarnation="r-1", events=events, token=token)
     await router.start_leg(make_leg())
-    if token is MEMBER:
+    try:
+        yield events
+    finally:
+        await router.close()
+
+
+@pytest.mark.parametrize("token", STRANGERS, ids=["none", "wrong"])
+async def test_strangers_start_no_legs(decode_worker, token):
+    for _ in range(10):
+        async with leg_started(decode_worker, token) as events:
+            reason = (await soon(events.lost))[1]
+        # Where a call ends while its first message is on the way, grpc.aio may not say how.
+        if "Internal error from Core" not in reason:
+            break
+    assert "cluster token" in reason
+
+
+async def test_members_do(decode_worker):
+    async with leg_started(decode_worker, MEMBER) as events:
         await soon(events.beats)
-    else:
-        assert "cluster token" in (await soon(events.lost))[1]
-    await router.close()
