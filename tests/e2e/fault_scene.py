@@ -31,6 +31,10 @@ _UNANSWERED = fault(Verb.DROP.value, Point.OFFER.value)
 """Makes a handoff fail and leaves its link open."""
 
 
+class NotEntered(Exception):
+    """The victim did not come into its state, so nothing was broken: there was no scene."""
+
+
 class Scene:
     """Plays cells on one cluster; ``router`` is the victim's."""
 
@@ -289,7 +293,10 @@ class Scene:
             found[:] = [name for name in names if self._fired(name)[0]]
             return bool(found)
 
-        wait_until(is_held, 10, "it did not come to stand still")
+        try:
+            wait_until(is_held, 10, "it did not come to stand still")
+        except AssertionError as error:
+            raise NotEntered("the victim took another way") from error
         return found[0]
 
     def _of(self, role: Role | None) -> list[str]:

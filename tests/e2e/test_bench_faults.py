@@ -9,7 +9,7 @@ from tests.deploy.bench_doors import make_site
 from tests.e2e.plain_cluster import make_config
 from tests.e2e.process_cluster import process_cluster, supervised
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 ASK = Ask(num_prompt_tokens=32, max_tokens=16)
 TABLE = fault_table.FaultTableSize(
     num_clients=4, num_calls=20, num_before=8, settle_s=1.0, after_s=0.5, pause_s=4.0, ask=ASK

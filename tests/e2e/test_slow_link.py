@@ -12,7 +12,7 @@ from tests.e2e.plain_cluster import make_config, wait_until
 from tests.e2e.process_cluster import fault, process_cluster
 from tests.e2e.streams import Prompts
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 NUM_PROMPT, NUM_TOKENS = 96, 4
 DELAY_S = 0.15
 NUM_LEARNING, NUM_COUNTED = 8, 24
