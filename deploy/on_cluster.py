@@ -197,8 +197,10 @@ def _give_up_app() -> None:
 def _take_away() -> None:
     from ray import serve
 
+    # Not for longer than anybody waits: once this process has left Ray, asking would start another.
+    deadline = time.monotonic() + _GIVE_UP_S - _POLL_S
     serve.delete(APP_NAME, _blocking=False)
-    while _has_app():
+    while time.monotonic() < deadline and _has_app():
         time.sleep(_POLL_S)
 
 
