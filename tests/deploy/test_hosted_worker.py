@@ -240,3 +240,4 @@ async def test_a_step_that_outlasts_a_change_of_role_is_a_fault(world, monkeypat
     go.set()
     assert "outlasted" in fault.message
     assert hosted.worker is first
+    assert await asyncio.to_thread(first._engine.stop, 10)  # the step has let go in the end

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.config import LocalPrefill, Policy, Role
-from tests.cluster.control.factory import grants, make_pool
+from tests.cluster.control.factory import grants, make_pool, rejects
 from tests.cluster.control.story import Story
 
 NUM_WAITING = 3
@@ -33,7 +33,9 @@ class Standing:
         self.sizes, self.slots = sizes, slots
         self.most_output = max(most for _, most in sizes.values())
         self.largest = max(map(sum, sizes.values()))
-        room = -(-self.largest // 16) * 16 + 64
+        # Whatever is asked for has room in an empty pool: else it would be refused.
+        most = max(prompt + 2 * output + 1 for prompt, output in sizes.values())
+        room = -(-most // 16) * 16 + 64
         kv_tokens = room * (self.dice.randint(1, slots) if is_scarce else slots)
         pools = [make_pool("decode", Role.DECODE, kv_tokens, slots)] if is_pair else []
         role = Role.PREFILL if is_pair else Role.MIXED
@@ -44,6 +46,7 @@ class Standing:
             tenant_queue_share=1.0, local_prefill=LocalPrefill.NEVER if is_pair else "auto",
             run_ahead_tokens=1 << 20,
         )  # fmt: skip
+        self.num_scarce = NUM_GAPS + slots if is_scarce else 0
         self.running, self.waiting, self.asked = [], {}, {}
         self.served = Counter()
         # Others have all slots, so that the tenants come before any of them is served.
@@ -53,7 +56,6 @@ class Standing:
         self.dice.shuffle(coming)
         for tenant in coming:
             self.come(tenant)
-        self.num_scarce = NUM_GAPS + slots if is_scarce else 0
 
     @property
     def bound(self):
@@ -69,7 +71,9 @@ class Standing:
         self.asked[name] = (tenant, prompt, output)
         self.waiting[name] = tenant
         most = self.dice.randint(output, 2 * output) + 1  # more than one: it takes a slot
-        self.take(self.story.want(name, tenant=tenant, num_prompt_tokens=prompt, max_tokens=most))
+        decisions = self.story.want(name, tenant=tenant, num_prompt_tokens=prompt, max_tokens=most)
+        assert not rejects(decisions)
+        self.take(decisions)
 
     def take(self, decisions):
         for grant in grants(decisions):
