@@ -24,6 +24,8 @@ class Role(enum.Enum):
     DECODE = "decode"
     MIXED = "mixed"
 
+    __hash__ = object.__hash__  # placing looks workers up by it all the time
+
 
 class Dtype(enum.Enum):
     """Element type of weights and KV; AUTO is bf16 where the device has it in hardware.
@@ -336,7 +338,8 @@ class FaultsConfig:
     """Faults on purpose, for tests; never beyond loopback."""
 
     enabled: bool = False
-    """Workers serve ``pdserve.faults.v1.Faults``: whoever reaches them can break them."""
+    """Workers, and routers at their gRPC door, serve ``pdserve.faults.v1.Faults``: whoever reaches
+    them can break them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

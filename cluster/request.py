@@ -159,6 +159,8 @@ class Leg:
     """The client's guess at its output's length."""
     prefix: PromptPrefix = NO_PREFIX
     """By which the control plane is told what of the prompt is cached no more."""
+    waited_s: float = 0.0
+    """Seconds since its router took the request, when this was sent: it ages on all its ways."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,8 @@ from decode_worker.past import PastHandoffs
 from decode_worker.reservations import Import, WaitingImports
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from cluster.clock import Clock
@@ -91,10 +93,13 @@ class Inbox:
         patience_s: float,
         errands: Errands,
         reserves_all: bool = False,
+        tier_of: Callable[[str, float, float], int] = lambda *_: 0,
     ) -> None:
         """``patience_s``: how long an offer waits for blocks before it is refused.
 
         ``reserves_all``: for the whole output that may follow too, since nobody will give way.
+        ``tier_of``: (tier's name, arrival, now) to how high a leg stands, where sequences of lower
+        tiers give way to it.
         """
         self._pool = pool
         self._cache = cache
@@ -104,7 +109,7 @@ class Inbox:
         self._reserves_all = reserves_all
         self._owner: InboxEvents | None = None
         self._imports: dict[str, Import] = {}
-        self._waiting = WaitingImports(patience_s)
+        self._waiting = WaitingImports(patience_s, tier_of)
         self._past = PastHandoffs()
         self._errands = errands
         self.counts: Counter[str] = Counter()
@@ -172,33 +177,28 @@ class Inbox:
             elif now >= entry.opened.deadline:
                 error = DeadlineExceeded("the deadline passed before the KV came", stage="handoff")
                 self._end(entry, AbortCause.DEADLINE, error, tells=True)
+        if self._waiting.age(now):
+            self.reserve_waiting()
         while (overdue := self._waiting.overdue(now)) is not None:
             self._refuse(overdue)
             self.reserve_waiting()
         self._past.forget(now)
 
     def reserve_waiting(self) -> None:
-        """Give free blocks to those that wait for them, in their order."""
+        """Give free blocks to those that wait, in their order; who lacks some asks for them."""
         while (entry := self._waiting.first()) is not None:
             handoff_id, handoff = entry.handoff_id, entry.handoff
             assert handoff is not None, "joined before it waits"
             assert entry.link is not None, "offered over a link"
-            num_blocks = self._num_to_reserve(entry, handoff)
+            num_blocks = entry.num_blocks(self._layout, reserves_all=self._reserves_all)
             if self._pool.reserve(num_blocks, handoff_id, handoff.key) is None:
+                self._pool.ask(entry.demand(num_blocks))
                 return
             self._waiting.remove(entry)
             handoff.advance(HandoffState.RESERVED)
             logger.info("handoff=%s leg=%s reserved blocks=%d", handoff_id, handoff.key, num_blocks)
             self._errands.tell(entry.link, Credit(handoff_id=handoff_id))
-
-    def _num_to_reserve(self, entry: Import, handoff: Handoff) -> int:
-        assert entry.opened is not None, "joined before it waits"
-        if not self._reserves_all:
-            return handoff.num_blocks
-        leg = entry.opened.leg
-        # The last token's KV is never computed.
-        num_tokens = len(leg.prompt_ids) + leg.params.max_tokens - 1
-        return max(handoff.num_blocks, self._layout.num_blocks_for(num_tokens))
+        self._pool.ask(None)
 
     # ---- for the links
 
@@ -385,7 +385,7 @@ class Inbox:
             entry.landing.abort(cause)
         if was_waiting:
             # It held back those behind it, and had no blocks whose return would wake them.
-            self._on_free()
+            self._errands.soon(self.reserve_waiting)
         if tells and entry.link is not None:
             message = AbortHandoff(handoff_id=handoff_id, cause=cause, detail=detail)
             self._errands.tell(entry.link, message)

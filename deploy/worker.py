@@ -107,6 +107,7 @@ class Worker:
             engine=self._engine,
             pool=self._pool,
             halves=self.legs.halves,
+            are_links_moving=self._are_links_moving,
             on_fault=self._fail,
         )
         self._server = WorkerServer(
@@ -117,6 +118,7 @@ class Worker:
             port=port,
             services=self._faults.services(),
             beat=self._engine.beat,
+            is_well=lambda: self._reporter.is_well(),
             token=self._token,
         )
         self._reporter = WorkerReporter(
@@ -128,6 +130,8 @@ class Worker:
             watch=self._watch,
             life=self._life,
             pool_role=config.pool(pool.name).role,
+            rules=Rules.of(config.scheduling, pool),
+            clock=self._clock,
         )
         self._report = ReportClient(
             control_address,
@@ -139,6 +143,8 @@ class Worker:
             token=self._token,
         )
         self._report.set_tap(self._faults.tap())
+        # Also by links that read or wrote them when their leg had ended already.
+        self._pool.subscribe(lambda: self._call_soon(self._report.changed))
         self.me = Peer(worker_id=worker_id, incarnation=self.incarnation, address="")
 
     @property
@@ -179,7 +185,7 @@ class Worker:
         """
         if self._life.advance(WorkerState.DRAINING, self._clock.now()):
             logger.info("worker=%s drains, legs=%d", self.worker_id, len(self.legs))
-            await self._server.tell_draining()
+            await self._server.tell_health()
             self._report.changed()
         if self._life.state is not WorkerState.DRAINING or self.fault.done():
             return
@@ -219,8 +225,7 @@ class Worker:
         await self._server.stop(1.0)
         if self._watching is not None:
             self._watching.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._watching
+            await asyncio.wait([self._watching])
         logger.info("worker=%s stopped, legs=%d", self.worker_id, len(self.legs))
 
     # ---- composition
@@ -251,7 +256,7 @@ class Worker:
         parts = self._parts
         return WorkerLegs(
             self._make_prefill() if pool.role is not Role.DECODE else None,
-            self._make_decode() if pool.role is not Role.PREFILL else None,
+            self._make_decode(pool) if pool.role is not Role.PREFILL else None,
             rules=LegRules(
                 layout=parts.layout,
                 num_blocks=pool.num_blocks,
@@ -294,7 +299,7 @@ class Worker:
         )
         return self._dialer
 
-    def _make_decode(self) -> DecodeHalf:
+    def _make_decode(self, pool: PoolConfig) -> DecodeHalf:
         inbox = Inbox(
             pool=self._pool,
             cache=self._parts.cache,
@@ -304,6 +309,7 @@ class Worker:
             patience_s=self._config.limits.reserve_patience_s,
             errands=self._errands,
             reserves_all=self._config.scheduling.preemption is Preemption.OFF,
+            tier_of=Rules.of(self._config.scheduling, pool).taking_tier,
         )
         self._acceptor = LinkAcceptor(
             me=self._link_name(),
@@ -320,6 +326,10 @@ class Worker:
             errands=self._errands,
             on_change=self._on_change,
         )
+
+    def _are_links_moving(self) -> bool:
+        sides = (self._dialer, self._acceptor)
+        return any(side.is_moving for side in sides if side is not None)
 
     def _link_name(self) -> Peer:
         # Only decode workers are dialled, and their address comes with the leg.
@@ -352,6 +362,7 @@ class Worker:
             return
         logger.critical("worker=%s fault", self.worker_id, exc_info=error)
         self.fault.set_result(error)
+        self._life.advance(WorkerState.STOPPING, self._clock.now())
         assert self._loop is not None, "nothing fails before the start"
         self._leaving = self._loop.create_task(self._report.stop(LEFT_FOR_FAULT))
         self.legs.close(WorkerLost("the worker gave up", worker_id=self.worker_id))

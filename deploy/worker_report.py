@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING
 
 from cluster.control.facts import BlockCounts, Registration, TransferSample, WorkerReport
 from cluster.request import FinishReason
+from deploy.worker_life import WorkerState
 
 if TYPE_CHECKING:
+    from cluster.clock import Clock
     from cluster.config import PoolConfig, Role
-    from cluster.engine.loop import EngineLoop, EngineSnapshot
+    from cluster.engine.loop import EngineLoop
+    from cluster.engine.rules import Rules
+    from cluster.engine.snapshot import EngineSnapshot
     from cluster.kv.block_pool import BlockPool
     from cluster.request import Leg, Peer
     from deploy.worker_legs import WorkerLegs
@@ -34,6 +38,8 @@ class WorkerReporter:
         watch: WorkerWatch,
         life: WorkerLife,
         pool_role: Role,
+        rules: Rules,
+        clock: Clock,
     ) -> None:
         """``pool_role``: what the deploy file has for its pool."""
         self._config = pool
@@ -45,6 +51,12 @@ class WorkerReporter:
         self._watch = watch
         self._life = life
         self._pool_role = pool_role
+        self._rules = rules
+        self._clock = clock
+
+    def is_well(self) -> bool:
+        """Whether it takes work: accepted, not about to go, and in no step that hangs."""
+        return self._life.state is WorkerState.SERVING and not self._watch.is_hanging
 
     def registration(self, me: Peer) -> Registration:
         """Return who this worker is."""
@@ -71,7 +83,9 @@ class WorkerReporter:
 
     def report(self) -> WorkerReport:
         """Return the load now; takes the transfers since the last report with it."""
-        snapshot, counts = self._engine.snapshot(), self._blocks.counts()
+        snapshot = self._engine.snapshot()
+        with self._blocks.lock:
+            counts, takable = self._blocks.counts(), self._takable(snapshot)
         prefill, decode = self._prefill, self._decode
         grants: set[str] = set()
         for half in (prefill, decode):
@@ -116,7 +130,25 @@ class WorkerReporter:
             ),
             counters=self._counters(snapshot),
             is_draining=self._life.is_draining,
+            takable_blocks=takable,
+            firm_grants=self._firm(snapshot),
         )
+
+    def _takable(self, snapshot: EngineSnapshot) -> tuple[int, ...]:
+        """Count blocks that sequences would give up; with the pool's lock, as of ``counts``."""
+        takable: Counter[int] = Counter()
+        for tier, key in snapshot.holdings.giving:
+            # What others share with it stays with those.
+            takable[tier] += sum(n == 1 for n in self._blocks.num_holders(key).values())
+        return tuple(takable[tier] for tier in range(max(takable, default=-1) + 1))
+
+    def _firm(self, snapshot: EngineSnapshot) -> tuple[str, ...]:
+        """Grants of those that the engine keeps from higher tiers, and of all that have aged:
+        they may wait for blocks, or as exports."""
+        firm, rules, now = snapshot.holdings.firm, self._rules, self._clock.now()
+        legs = [opened for half in self._legs.halves for opened in half.book]
+        kept = [o for o in legs if o.key in firm or rules.is_firm(o.arrived, now)]
+        return tuple(sorted({opened.leg.grant_id for opened in kept if opened.leg.grant_id}))
 
     def _gone(self) -> tuple[tuple[int, ...], bool]:
         """What the control plane believes to be cached and is not, by its names."""

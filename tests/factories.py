@@ -293,18 +293,26 @@ class Engine:
         return sequence
 
     def add_imported(self, request_id: str = "r", **fields) -> Sequence:
-        """Queue a sequence as a committed handoff leaves it: prompt computed, first token known."""
+        """Queue a sequence as a committed handoff leaves it: prompt computed, first token known.
+
+        Its blocks may have been reserved before, by the id of its handoff.
+        """
         fields.setdefault("arrived", self.clock.now())
         sequence = make_sequence(request_id, output_ids=expected_tokens(request_id, 1), **fields)
         sequence.num_computed_tokens = sequence.num_prompt_tokens
-        num_blocks = -(-sequence.num_prompt_tokens // BLOCK_SIZE)
-        assert self.pool.reserve(num_blocks, f"h-{request_id}", sequence.key) is not None
-        self.runner.imported(sequence, self.pool.adopt(f"h-{request_id}"))
+        num_blocks, handoff_id = -(-sequence.num_prompt_tokens // BLOCK_SIZE), f"h-{request_id}"
+        if self.pool.importing(handoff_id) is None:
+            assert self.pool.reserve(num_blocks, handoff_id, sequence.key) is not None
+        self.runner.imported(sequence, self.pool.adopt(handoff_id))
         self.scheduler.add(sequence)
         return sequence
 
     def abort(self, sequence: Sequence, error: PdserveError | None = None) -> None:
         self.scheduler.abort(sequence.key, error or Cancelled("left"), self.clock.now())
+
+    @property
+    def next_instant(self) -> float | None:
+        return self.scheduler.next_instant(self.clock.now())
 
     def plan(self) -> Plan | None:
         return self.scheduler.schedule(self.clock.now())

@@ -1,8 +1,9 @@
 """The wants that have no room during one walk of the queue, and what they hold.
 
 A want without room is passed by those behind it that have some, but by none that arrived more than
-the aging bound after it, or after an export: against these it holds the workers that it lacks room
-on. One of the same kind needs one of them in any case.
+the aging bound after it: against these it holds the workers that it lacks room on. An export holds
+them against all, but those of higher tiers that take from its own, and is stopped by exports only:
+placing it frees what others need. One of the same kind needs one of them in any case.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cluster.control.facts import Want
-from cluster.control.needs import Needs
+from cluster.control.needs import Kind, Needs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 
     from cluster.control.placement import Placement
+    from cluster.control.unplaced import Bounds
     from cluster.control.waiting import Waiting, WaitingQueue
     from cluster.policy.queue import Head
 
@@ -28,10 +30,18 @@ class _Hold:
     """What a want lacks is not for those that arrived after ``until``."""
 
     until: float
+    until_above: float
+    """The same for those of higher tiers, where tiers take from one another."""
     want: Want
     needs: Needs
     worker_ids: frozenset[str] | None = None
     """Found out when somebody asks."""
+
+    def stops(self, waiting: Waiting) -> bool:
+        if waiting.want.export is not None and self.want.export is None:
+            return False
+        is_above = waiting.needs.tier > self.needs.tier
+        return waiting.ticket.arrived > (self.until_above if is_above else self.until)
 
 
 @dataclass(slots=True)
@@ -49,18 +59,21 @@ class BlockedWants:
         self._queue = queue
         self._placement = placement
         self._kinds: dict[Hashable, _Kind] = {}
-        self._bounds = {
-            kind: placement.bounds(sample, kind, may_fall_back=may_fall_back)
-            for kind, sample in queue.samples.items()
-        }
+        self._bounds: dict[tuple[Hashable, bool], Bounds | None] = {}
+        """Of the ways that were asked for since room was last given away."""
 
     def is_hopeless(self) -> bool:
         """Whether a walk would change nothing: all have routes, and nobody has room on them."""
         if self._queue.num_special or self._queue.routeless:
             return False
-        for kind, bounds in self._bounds.items():
+        for kind in self._queue.samples:
+            bounds = self._bounds_of(kind)
+            if bounds is None:
+                return False
+            if bounds.is_nothing:
+                continue
             smallest = self._queue.smallest(kind)
-            if bounds is None or bounds.admit(smallest.prefill_tokens, smallest.decode_tokens):
+            if bounds.admit(kind.tier, smallest.prefill_tokens, smallest.decode_tokens):
                 return False
         return True
 
@@ -70,8 +83,9 @@ class BlockedWants:
         if len(group) != 3 or self._queue.routeless:
             return True
         kind, prefill_tokens, decode_tokens = group
-        bounds = self._bounds.get(kind)
-        return bounds is None or bounds.admit(prefill_tokens, decode_tokens)
+        assert isinstance(kind, Kind), "as NeedsRule makes them"
+        bounds = self._bounds_of(kind)
+        return bounds is None or bounds.admit(kind.tier, prefill_tokens, decode_tokens)
 
     def sift(
         self, heads: Sequence[Head], first_of: Callable[[Hashable], Waiting]
@@ -86,30 +100,26 @@ class BlockedWants:
             elif not has_first or not are_all_rivals:
                 has_first = True
                 first = first_of(head[2])
-                self.add(first.want, first.needs, self._queue.passable_until(first))
+                self.add(first, first.want)
 
     def look_again(self) -> None:
         """Take in that room has been given away."""
-        for kind, bounds in self._bounds.items():
-            sample = self._queue.samples.get(kind)
-            if bounds is not None and sample is not None:
-                again = self._placement.bounds(sample, kind, may_fall_back=self.may_fall_back)
-                self._bounds[kind] = again
-        for kind in self._bounds.keys() - self._queue.samples.keys():
-            del self._bounds[kind]
+        self._bounds.clear()
 
-    def add(self, want: Want, needs: Needs, until: float) -> None:
-        """Note that a want has no room, and up to which arrival others may pass it."""
+    def add(self, waiting: Waiting, want: Want) -> None:
+        """Note that one has no room; ``want`` is how it is placed now."""
+        needs, until = waiting.needs, self._queue.passable_until(waiting)
         kind = self._kinds.setdefault(needs.rivals, _Kind())
         kind.until = min(kind.until, until)
         # Whoever lacks at least as much, and stops no fewer, does it for both.
         if not any(hold.until <= until and needs.covers(hold.needs) for hold in kind.holds):
-            kind.holds.append(_Hold(until, want, needs))
+            above = self._queue.passable_until(waiting, from_above=True)
+            kind.holds.append(_Hold(until, above, want, needs))
 
     def stops(self, waiting: Waiting) -> bool:
         """Whether it has no room, or one of its own kind may not be passed by it."""
         if not self.admits(waiting.group):
-            self.add(waiting.want, waiting.needs, self._queue.passable_until(waiting))
+            self.add(waiting, waiting.want)
             return True
         kind = self._kinds.get(waiting.needs.rivals)
         return kind is not None and waiting.ticket.arrived > kind.until
@@ -125,9 +135,21 @@ class BlockedWants:
         for name, kind in self._kinds.items():
             if name != own and arrived > kind.until:
                 for hold in kind.holds:
-                    if arrived > hold.until:
+                    if hold.stops(waiting):
                         held |= self._workers(hold)
         return held
+
+    def _bounds_of(self, kind: Kind) -> Bounds | None:
+        """Return beyond which sizes nobody has room; None where there is no route to know it by."""
+        ways = (kind.rivals, kind.may_be_local)
+        bounds = self._bounds.get(ways)
+        if bounds is None:
+            sample = self._queue.samples.get(kind)
+            if sample is None:
+                return None
+            bounds = self._placement.bounds(sample, kind, may_fall_back=self.may_fall_back)
+            self._bounds[ways] = bounds
+        return bounds
 
     def _workers(self, hold: _Hold) -> frozenset[str]:
         if hold.worker_ids is None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cluster.config import Role
+from cluster.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -72,3 +73,22 @@ class Capacity:
         if prompt <= self.local_tokens:
             rooms.append(self.local_tokens + 1 - prompt)
         return max(0, min(max(rooms), self.max_model_len - prompt))
+
+    def objection(self, num_prompt_tokens: int, max_tokens: int) -> InvalidRequest | None:
+        """Return why nobody could ever serve so much; None where somebody could."""
+        room = self.max_output_tokens(num_prompt_tokens)
+        if room == 0:
+            longest = self.max_prompt_tokens
+            return InvalidRequest(
+                f"prompt: {num_prompt_tokens} tokens, at most {longest} can be served",
+                stage="placement",
+                field="prompt",
+            )
+        if max_tokens <= room:
+            return None
+        return InvalidRequest(
+            f"max_tokens: {num_prompt_tokens} prompt tokens leave room for {room} output tokens, "
+            f"not {max_tokens}",
+            stage="placement",
+            field="max_tokens",
+        )

@@ -251,6 +251,8 @@ def report_to_wire(report: facts.WorkerReport) -> pb.WorkerReport:
         gone_prefixes=report.gone_prefixes,
         has_lost_prefixes=report.has_lost_prefixes,
         is_draining=report.is_draining,
+        takable_blocks=report.takable_blocks,
+        firm_grants=report.firm_grants,
     )
 
 
@@ -283,6 +285,8 @@ def report_from_wire(message: pb.WorkerReport) -> facts.WorkerReport:
         gone_prefixes=tuple(message.gone_prefixes),
         has_lost_prefixes=message.has_lost_prefixes,
         is_draining=message.is_draining,
+        takable_blocks=tuple(message.takable_blocks),
+        firm_grants=tuple(message.firm_grants),
     )
 
 

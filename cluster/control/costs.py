@@ -49,7 +49,10 @@ class Route:
     @property
     def workers(self) -> tuple[WorkerEntry, ...]:
         """The workers that it uses."""
-        return tuple(entry for entry in (self.prefill, self.decode) if entry is not None)
+        prefill, decode = self.prefill, self.decode
+        if prefill is None:
+            return () if decode is None else (decode,)
+        return (prefill,) if decode is None else (prefill, decode)
 
     @property
     def computing(self) -> WorkerEntry:
@@ -68,7 +71,7 @@ class Route:
     @property
     def worker_ids(self) -> tuple[str, ...]:
         """Their ids."""
-        return tuple(entry.worker_id for entry in self.workers)
+        return tuple([entry.worker_id for entry in self.workers])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

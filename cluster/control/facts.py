@@ -109,7 +109,11 @@ class Grant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reject:
-    """The last word about a want that is not placed; ``error`` says why and when to come back."""
+    """The last word about a want that is not placed; ``error`` says why and when to come back.
+
+    After its grant, with WorkerLost: a living worker has no leg of it. The grant was lost, or the
+    start of the leg.
+    """
 
     request_id: str
     attempt: int
@@ -212,6 +216,10 @@ class WorkerReport:
     """More of them went than it could tell: nothing is known of its cache."""
     counters: Mapping[str, float] = field(default_factory=dict)
     """Monotonic counters of this incarnation, named as in /metrics."""
+    takable_blocks: tuple[int, ...] = ()
+    """By tier, from the lowest: blocks that its sequences would give up for a higher one."""
+    firm_grants: tuple[str, ...] = ()
+    """Of those held: grants whose sequences give way to nobody, whatever their tier."""
     is_draining: bool = False
     """Takes no new work, ends what it has, and will leave."""
 

@@ -2,147 +2,84 @@
 
 Placing looks at a few of each list, however many workers there are. A list's order is by what its
 workers would cost a middling request: whoever is chosen among the first few is priced exactly.
+The lists are in ``open_workers``.
 """
 
 from __future__ import annotations
 
-import bisect
-import enum
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cluster.config import Role
 from cluster.control.facts import Health
-from cluster.control.worker_entry import WorkerEntry
+from cluster.control.needs import takes_from_below
+from cluster.control.open_workers import (
+    NOTHING,
+    UNBOUNDED,
+    Key,
+    OpenWorkers,
+    Part,
+    Room,
+    exceeds,
+    holds,
+    most_of,
+)
+from cluster.control.unplaced import Bounds, Most
 from cluster.policy.batching import is_closed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from cluster.config import PoolConfig, SchedulingConfig
+    from cluster.config import DeployConfig
     from cluster.control.costs import CostModel
     from cluster.control.ledger import Ledger
     from cluster.control.needs import Needs
+    from cluster.control.worker_entry import Taken, WorkerEntry
 
 _MIDDLING_TOKENS = 256
 """Of prompt, for the order of the lists."""
 
-_FEW = 32
-"""So many with room are sorted anew; among more, going by cost soon finds one."""
-
-_Key = tuple[float, int, str]
-
-
-class Part(enum.Enum):
-    """What a worker does for a request."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-    LOCAL = "local"
-    """Both."""
-
-
-_PARTS = {
+_ALL_PARTS = {
     Role.PREFILL: (Part.PREFILL,),
     Role.DECODE: (Part.DECODE, Part.LOCAL),
     Role.MIXED: (Part.PREFILL, Part.DECODE, Part.LOCAL),
 }
+_PARTS = {
+    (role, can_prefill, can_decode): tuple(
+        part
+        for part in parts
+        if (can_prefill or part is Part.DECODE) and (can_decode or part is Part.PREFILL)
+    )
+    for role, parts in _ALL_PARTS.items()
+    for can_prefill in (False, True)
+    for can_decode in (False, True)
+}
+"""What a worker of a role does while it has room for a prompt, and for a sequence that decodes."""
 
-
-@dataclass(frozen=True, slots=True)
-class Most:
-    """Room in tokens."""
-
-    prefill: int
-    decode: int
-
-
-_NONE = Most(-1, -1)
-
-
-@dataclass(frozen=True, slots=True)
-class _Room:
-    """What an open worker has room for, in tokens; rounded as ``Needs`` are."""
-
-    entry: WorkerEntry
-    prefill: int
-    decode: int
-    cost: _Key
-
-    def holds(self, part: Part, needs: Needs) -> bool:
-        if part is Part.PREFILL:
-            return needs.prefill_tokens <= self.prefill
-        is_computable = part is Part.DECODE or needs.prefill_tokens <= self.prefill
-        return is_computable and needs.decode_tokens <= self.decode
-
-
-class _Open:
-    """The open workers of one role for one part, by cost and by room."""
-
-    def __init__(self, part: Part) -> None:
-        self._part = part
-        self._by_cost: list[tuple[_Key, _Room]] = []
-        self._by_room: list[tuple[int, str, _Room]] = []
-        self._most: Most | None = None
-
-    def add(self, room: _Room) -> None:
-        self._most = None
-        bisect.insort(self._by_cost, (room.cost, room))
-        bisect.insort(self._by_room, (self._size(room), room.entry.worker_id, room))
-
-    def remove(self, room: _Room) -> None:
-        self._most = None
-        del self._by_cost[bisect.bisect_left(self._by_cost, (room.cost,))]
-        place = (self._size(room), room.entry.worker_id)
-        del self._by_room[bisect.bisect_left(self._by_room, place)]
-
-    def with_room(self, needs: Needs) -> Iterator[WorkerEntry]:
-        """Iterate over those that hold the needs, the cheapest first."""
-        first = bisect.bisect_left(self._by_room, (self._need(needs),))
-        if len(self._by_room) - first > _FEW:
-            for _, room in self._by_cost:
-                if room.holds(self._part, needs):
-                    yield room.entry
-            return
-        few = [room for _, _, room in self._by_room[first:] if room.holds(self._part, needs)]
-        for room in sorted(few, key=_cost):
-            yield room.entry
-
-    def most(self) -> Most:
-        if not self._by_room:
-            return _NONE
-        if self._most is None:
-            last = self._by_room[-1][2]
-            prefill = last.prefill
-            if self._part is Part.LOCAL:
-                # The two need not be the same worker's.
-                prefill = max(room.prefill for _, _, room in self._by_room)
-            self._most = Most(prefill, last.decode)
-        return self._most
-
-    def _need(self, needs: Needs) -> int:
-        return needs.prefill_tokens if self._part is Part.PREFILL else needs.decode_tokens
-
-    def _size(self, room: _Room) -> int:
-        return room.prefill if self._part is Part.PREFILL else room.decode
+_Rooms = list[tuple[OpenWorkers, Room]]
 
 
 class Fleet:
     """Lists of open workers, by role and part. An open one may have room for somebody."""
 
     def __init__(
-        self,
-        pools: Mapping[str, PoolConfig],
-        scheduling: SchedulingConfig,
-        ledger: Ledger,
-        costs: CostModel,
+        self, config: DeployConfig, ledger: Ledger, costs: CostModel, most_tokens: int
     ) -> None:
-        self._pools = pools
-        self._run_ahead_tokens = scheduling.run_ahead_tokens
+        """``most_tokens``: nobody needs more of a worker."""
+        self._most_tokens = most_tokens
+        self._pools = {pool.name: pool for pool in config.pools}
+        self._run_ahead_tokens = config.scheduling.run_ahead_tokens
+        num_tiers = len(config.scheduling.tiers)
+        self._num_tiers = num_tiers if takes_from_below(config) else 1
+        self._num_tiers_of: Mapping[str, int] = {
+            pool.name: num_tiers if takes_from_below(config, pool) else 1 for pool in config.pools
+        }
+        """1 where none takes from lower ones."""
         self._ledger = ledger
         self._costs = costs
-        self._open: dict[tuple[Role, Part], _Open] = {}
-        self._rooms: dict[str, Sequence[tuple[_Open, _Room]]] = {}
+        self._open: dict[tuple[Role, Part], OpenWorkers] = {}
+        self._nobody = [NOTHING for _ in range(self._num_tiers)]
+        self._unbounded = [UNBOUNDED for _ in range(self._num_tiers)]
+        self._rooms: dict[str, _Rooms] = {}
         self._has_grown = False
 
     def refresh(self) -> None:
@@ -150,7 +87,7 @@ class Fleet:
         changed = self._ledger.changed
         while changed:
             worker_id = changed.pop()
-            old = self._rooms.pop(worker_id, ())
+            old = self._rooms.pop(worker_id, [])
             for listed, room in old:
                 listed.remove(room)
             entry = self._ledger.workers.get(worker_id)
@@ -165,62 +102,105 @@ class Fleet:
         return has_grown
 
     def with_room(self, role: Role, part: Part, needs: Needs) -> Iterator[WorkerEntry]:
-        """Iterate over the workers of a role that have room for these needs, cheapest first."""
+        """Iterate over the workers of a role that have room for these needs, cheapest first.
+
+        After those with room for everybody come those where lower tiers would give way.
+        """
         listed = self._open.get((role, part))
         return iter(()) if listed is None else listed.with_room(needs)
 
-    def most(self, role: Role, part: Part) -> Most:
-        """Return the most room that any worker of a role has for a part; less than 1: none."""
-        listed = self._open.get((role, part))
-        return _NONE if listed is None else listed.most()
+    def bounds(self, prefill: Role | None, decode: Role | None, local: Sequence[Role]) -> Bounds:
+        """Return the most room that those that may prefill, decode, or do both have now.
+
+        No tier has less than those below it. Whoever needs no decode worker has None there.
+        """
+        decodes = self._unbounded if decode is None else self._mosts(decode, Part.DECODE)
+        locals_ = self._mosts(local[0] if local else None, Part.LOCAL)
+        if len(local) > 1:
+            each = (self._mosts(role, Part.LOCAL) for role in local)
+            locals_ = [most_of(rooms) for rooms in zip(*each, strict=True)]
+        return Bounds.of(self._mosts(prefill, Part.PREFILL), decodes, locals_)
+
+    def _mosts(self, role: Role | None, part: Part) -> list[Most]:
+        listed = None if role is None else self._open.get((role, part))
+        return self._nobody if listed is None else listed.mosts()
 
     def has_room(self, entry: WorkerEntry, part: Part, needs: Needs) -> bool:
-        """Whether one worker has room for these needs."""
-        room = self._room(entry, part)
-        return room is not None and room.holds(part, needs)
+        """Whether one worker had room for these needs at the last ``refresh``."""
+        return any(
+            room.part is part and room.tier <= needs.tier and holds(room.most, part, needs)
+            for _, room in self._rooms.get(entry.worker_id, ())
+        )
 
-    def _enter(self, entry: WorkerEntry) -> list[tuple[_Open, _Room]]:
-        role, entered = entry.registration.role, []
-        for part in _PARTS[role]:
-            room = self._room(entry, part)
-            if room is None:
-                continue
-            listed = self._open.get((role, part))
-            if listed is None:
-                listed = self._open[role, part] = _Open(part)
-            listed.add(room)
-            entered.append((listed, room))
+    def _enter(self, entry: WorkerEntry) -> _Rooms:
+        entered: _Rooms = []
+        rooms = [] if self._is_shut(entry) else self._rooms_by_tier(entry)
+        keys = self._keys(entry) if rooms else {}
+        below: dict[Part, Most] = {}
+        for tier, (most, parts) in enumerate(rooms):
+            for part in parts:
+                less = below.get(part)
+                if exceeds(most, less):
+                    below[part] = most
+                    room = Room(entry, part, most, keys[part], tier, less)
+                    listed = self._lists_of(entry.registration.role, part)
+                    listed.add(room)
+                    entered.append((listed, room))
         return entered
 
-    def _room(self, entry: WorkerEntry, part: Part) -> _Room | None:
-        """Return what a worker has room for; None where it takes nothing at all."""
-        pool = self._pools[entry.registration.pool]
-        free = entry.num_blocks_free * entry.registration.block_size
-        ahead = entry.run_ahead_tokens
-        prefill = min(free, self._run_ahead_tokens - ahead) if ahead > 0 else free
-        report = entry.report
-        is_shut = entry.health is not Health.ALIVE or report.is_draining
-        is_shut |= is_closed(pool.batching, num_running=report.num_running)
-        has_slot = part is Part.PREFILL or entry.num_slots_used < pool.num_batch_slots
-        is_computing = part is not Part.DECODE
-        if is_shut or free < 1 or not has_slot or (is_computing and prefill < 1):
-            return None
-        cost_s = 0.0
-        if is_computing:
-            cost_s += self._costs.prefill_s(entry, _MIDDLING_TOKENS)
-        if part is not Part.PREFILL:
-            cost_s += self._costs.decode_s(entry, self._costs.expected_output_tokens)
-        return _Room(entry, prefill, free, (cost_s, entry.last_granted, entry.worker_id))
+    def _rooms_by_tier(self, entry: WorkerEntry) -> list[tuple[Most, Sequence[Part]]]:
+        """Return its room for each tier, up to one for which it has room for all there is."""
+        registration = entry.registration
+        (taken,) = entry.taken(1)
+        most, parts = self._room(entry, taken)
+        num_tiers = self._num_tiers_of[registration.pool]
+        is_for_all = parts == _ALL_PARTS[registration.role] and self._is_ample(most)
+        if num_tiers == 1 or is_for_all:
+            return [(most, parts)] if parts else []
+        higher = entry.taken(num_tiers)[1:]
+        top = self._room(entry, higher.pop())
+        # Whoever is full for the highest tier, as most are under load, is full for all.
+        return [(most, parts), *(self._room(entry, t) for t in higher), top] if top[1] else []
 
+    def _lists_of(self, role: Role, part: Part) -> OpenWorkers:
+        listed = self._open.get((role, part))
+        if listed is None:
+            listed = self._open[role, part] = OpenWorkers(part, self._num_tiers)
+        return listed
 
-def _cost(room: _Room) -> _Key:
-    return room.cost
+    def _is_ample(self, most: Most) -> bool:
+        return min(most.prefill, most.decode) >= self._most_tokens
 
-
-def _has_grown(old: Sequence[tuple[_Open, _Room]], new: Sequence[tuple[_Open, _Room]]) -> bool:
-    before = {id(listed): room for listed, room in old}
-    for listed, room in new:
-        known = before.get(id(listed))
-        if known is None or room.prefill > known.prefill or room.decode > known.decode:
+    def _is_shut(self, entry: WorkerEntry) -> bool:
+        """Whether it takes nothing at all."""
+        if entry.health is not Health.ALIVE or entry.report.is_draining:
             return True
-    return False
+        batching = self._pools[entry.registration.pool].batching
+        return is_closed(batching, num_running=entry.report.num_running)
+
+    def _room(self, entry: WorkerEntry, taken: Taken) -> tuple[Most, Sequence[Part]]:
+        """Return what a worker has room for, with so much taken, and for which parts it has any."""
+        registration = entry.registration
+        free = (registration.num_blocks - taken.blocks) * registration.block_size
+        ahead = taken.run_ahead_tokens
+        prefill = min(free, self._run_ahead_tokens - ahead) if ahead > 0 else free
+        has_slot = taken.slots < self._pools[registration.pool].num_batch_slots
+        parts = _PARTS[registration.role, prefill >= 1, has_slot and free >= 1]
+        return Most(prefill, free), parts
+
+    def _keys(self, entry: WorkerEntry) -> dict[Part, Key]:
+        tie = (entry.last_granted, entry.worker_id)
+        prefill_s = self._costs.prefill_s(entry, _MIDDLING_TOKENS)
+        if entry.registration.role is Role.PREFILL:
+            return {Part.PREFILL: (prefill_s, *tie)}
+        decode_s = self._costs.decode_s(entry, self._costs.expected_output_tokens)
+        return {
+            Part.PREFILL: (prefill_s, *tie),
+            Part.DECODE: (decode_s, *tie),
+            Part.LOCAL: (prefill_s + decode_s, *tie),
+        }
+
+
+def _has_grown(old: _Rooms, new: _Rooms) -> bool:
+    before = {(id(listed), room.tier): room.most for listed, room in old}
+    return any(exceeds(room.most, before.get((id(listed), room.tier))) for listed, room in new)

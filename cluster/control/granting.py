@@ -11,15 +11,18 @@ from cluster.control.decisions import SendGrant
 from cluster.control.facts import Grant, Placed
 from cluster.control.ledger import GrantRecord
 from cluster.control.local_prefill import Why
+from cluster.control.worker_entry import Charge
 
 if TYPE_CHECKING:
     from collections import Counter
 
-    from cluster.control.costs import Choice, CostModel
+    from cluster.control.costs import Choice, CostModel, Route
+    from cluster.control.facts import Want
     from cluster.control.ledger import Ledger
-    from cluster.control.placement import Placement
+    from cluster.control.needs import NeedsRule
     from cluster.control.waiting import Waiting
     from cluster.control.worker_entry import WorkerEntry
+    from cluster.policy.order import Ordering
 
 logger = logging.getLogger(__name__)
 
@@ -32,15 +35,19 @@ class Granter:
         *,
         term: int,
         ledger: Ledger,
-        placement: Placement,
+        rule: NeedsRule,
         costs: CostModel,
         counts: Counter[str],
+        ordering: Ordering,
     ) -> None:
         self._term = term
+        self._ordering = ordering
         self._ledger = ledger
-        self._placement = placement
+        self._rule = rule
         self._costs = costs
         self._counts = counts
+        for why in Why:
+            counts[f"grants_local_{why.value}"] += 0
         self._orders = itertools.count(1)
 
     def grant(
@@ -66,7 +73,9 @@ class Granter:
         record = GrantRecord(
             grant=grant,
             router_id=waiting.router_id,
-            charges=self._placement.charges(route, want),
+            charges=self._charges(
+                route, want, is_firm=self._ordering.has_aged(waiting.ticket.arrived, now)
+            ),
             pools=route.pools,
             transfer_bytes=self._costs.transfer_bytes(route, want),
             tenant=want.tenant,
@@ -77,10 +86,32 @@ class Granter:
         self._costs.learn_prompt(route, want)
         self._counts["grants"] += 1
         self._counts["grants_of_exports"] += route.is_export
-        for why in Why:
-            self._counts[f"grants_local_{why.value}"] += choice.why_local == why.value
+        if choice.why_local:
+            self._counts[f"grants_local_{choice.why_local}"] += 1
         logger.info("request=%s/%d grant=%s %s", *waiting.key, grant_id, choice.reason)
         return SendGrant(router_id=waiting.router_id, grant=grant)
+
+    def _charges(self, route: Route, want: Want, *, is_firm: bool) -> dict[str, Charge]:
+        """Return what a grant of this route takes on each of its workers."""
+        charges, tier = {}, self._rule.tier(want)
+        if route.prefill is not None and not route.is_export:
+            charges[route.prefill.worker_id] = Charge(
+                slots=0,
+                blocks=route.prefill.blocks_for(want.num_prompt_tokens),
+                prompt_tokens=want.num_prompt_tokens,
+                tier=tier,
+                is_firm=is_firm,
+            )
+        if route.decode is not None:
+            is_local = route.prefill is None
+            charges[route.decode.worker_id] = Charge(
+                slots=1,
+                blocks=route.decode.blocks_for(self._rule.decode_tokens(want)),
+                prompt_tokens=want.num_prompt_tokens if is_local else 0,
+                tier=tier,
+                is_firm=is_firm,
+            )
+        return charges
 
 
 def _handoff_id(grant_id: str) -> str:

@@ -81,9 +81,9 @@ class Ledger:
         self.num_changes = 0
         """How often workers have come or gone, begun to drain, or hung or no longer."""
         self.changed: set[str] = set()
+        """Workers that changed in what placing depends on; whoever reads it empties it."""
         self.prefilled_tokens: defaultdict[str, float] = defaultdict(float)
         """By pool, as they were reported: it never falls, whoever comes and goes."""
-        """Workers that changed in what placing depends on; whoever reads it empties it."""
         self._of_role: dict[Role, dict[str, WorkerEntry]] = {}
         self._num_of: Counter[tuple[str, Role]] = Counter()
         self.prefixes = PrefixTable()
@@ -257,14 +257,14 @@ class Ledger:
             computed = report.counters.get(_PREFILLED, before) - before
             self.prefilled_tokens[entry.registration.pool] += max(0.0, computed)
 
-    def take_back_unseen(self, granted_before: float) -> list[str]:
-        """Free the unseen legs of grants older than that; returns the grants."""
-        taken: list[str] = []
+    def take_back_unseen(self, granted_before: float) -> list[tuple[WorkerEntry, str]]:
+        """Free the unseen legs of grants older than that; returns (worker, grant) of each."""
+        taken: list[tuple[WorkerEntry, str]] = []
         for entry in self.workers.values():
             for grant_id, granted_at in list(entry.unseen.items()):
                 if granted_at < granted_before:
                     entry.drop_unseen(grant_id)
-                    taken.append(grant_id)
+                    taken.append((entry, grant_id))
                     if grant_id in self.grants:
                         self.grants[grant_id].is_taken_back = True
                         self._end_transfer(self.grants[grant_id])
@@ -312,6 +312,7 @@ class Ledger:
             assert entry.unseen.keys() <= entry.charges.keys(), entry.worker_id
             assert not entry.unseen.keys() & entry.held, entry.worker_id
             assert entry.sending.keys() <= self.grants.keys(), entry.worker_id
+            entry.check()
         for key, grant_id in self._by_want.items():
             assert self.grants[grant_id].key == key, key
 

@@ -61,11 +61,15 @@ class LocalPrefillRule:
             return False
         if want.num_prompt_tokens <= self._max_tokens:
             return True
+        known = self._ledger.prefixes.holders(want.prefix)
+        most_known = want.num_prompt_tokens if want.cached_on else max(known.values(), default=0)
+        if want.num_prompt_tokens - most_known > self._max_tokens:
+            return False
         return any(
             entry.registration.role is Role.DECODE
             and want.num_prompt_tokens - self._costs.num_cached_tokens(entry, want)
             <= self._max_tokens
-            for worker_id in self._ledger.prefixes.holders(want.prefix)
+            for worker_id in known
             if (entry := self._ledger.workers.get(worker_id)) is not None
         )
 

@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cluster.control import admission
 from cluster.control.admission import Refusals
-from cluster.control.decisions import AbortLegs, Decision, WorkerDied
-from cluster.control.facts import Health, Registration, WorkerReport
-from cluster.errors import InvalidRequest, StartupError
+from cluster.control.decisions import AbortLegs, Decision, SendReject, WorkerDied
+from cluster.control.facts import Health, Registration, Reject, WorkerReport
+from cluster.errors import InvalidRequest, StartupError, WorkerLost
 
 if TYPE_CHECKING:
     from cluster.config import DeployConfig, Role
@@ -43,6 +44,14 @@ LEFT_FOR_FAULT = "fault"
 """The reason of a leave that is a death: nothing runs there any more."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakenBack:
+    """What became of grants that their workers have not reported."""
+
+    num_legs: int
+    decisions: list[Decision]
+
+
 class Membership:
     """Moves the workers of a ledger through their lives; returns who must be told."""
 
@@ -52,6 +61,8 @@ class Membership:
         self._settings = settings
         self._replaced: deque[str] = deque(maxlen=_MAX_REPLACED)
         self.refusals = Refusals(config, settings.refused_keep_s)
+        self.num_died = 0
+        """Workers that were declared dead, and those that were not dead too."""
 
     def register(self, registration: Registration, now: float) -> list[Decision]:
         """Let a worker in; raises StartupError, saying why, where it may not join."""
@@ -160,6 +171,32 @@ class Membership:
                 logger.warning("worker=%s suspected: silent for %.1f s", entry.worker_id, silent_s)
         return decisions
 
+    def unseen(self, now: float) -> TakenBack:
+        """Take back the legs that workers have not reported in time; routers hear of lost ones."""
+        taken = self._ledger.take_back_unseen(now - self._settings.unseen_grant_s)
+        decisions: list[Decision] = []
+        for entry, grant_id in taken:
+            logger.warning("grant=%s worker=%s taken back: not reported", grant_id, entry.worker_id)
+            decisions += self._lost_start(entry, grant_id)
+        return TakenBack(num_legs=len(taken), decisions=decisions)
+
+    def _lost_start(self, entry: WorkerEntry, grant_id: str) -> list[Decision]:
+        """Tell the router of a leg that a living worker was to compute and has never heard of.
+
+        A worker that is silent may have it. KV that finds no decode leg looks for another by
+        itself.
+        """
+        record = self._ledger.grants.get(grant_id)
+        if record is None or entry.health is not Health.ALIVE:
+            return []
+        computing = record.grant.prefill or record.grant.decode
+        if computing is None or computing.worker_id != entry.worker_id:
+            return []
+        error = WorkerLost("the worker never had the leg", stage="placement")
+        request_id, attempt = record.key
+        reject = Reject(request_id=request_id, attempt=attempt, error=error)
+        return [SendReject(router_id=record.router_id, reject=reject)]
+
     def orphans(self, now: float) -> list[Decision]:
         """Find legs that workers still report although their routers are through with them."""
         decisions: list[Decision] = []
@@ -172,6 +209,7 @@ class Membership:
 
     def _bury(self, entry: WorkerEntry, why: str) -> WorkerDied:
         self._forget(entry, why)
+        self.num_died += 1
         return WorkerDied(worker_id=entry.worker_id, incarnation=entry.registration.incarnation)
 
     def _forget(self, entry: WorkerEntry, why: str) -> None:

@@ -9,15 +9,24 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from cluster.config import Preemption
+from cluster.config import Batching, Policy, Preemption
+from cluster.policy.tiers import Tiers
 
 if TYPE_CHECKING:
-    from cluster.config import DeployConfig
+    from cluster.config import DeployConfig, PoolConfig
     from cluster.control.capacity import Capacity
     from cluster.control.facts import Want
     from cluster.control.local_prefill import LocalPrefillRule
+
+
+class Kind(NamedTuple):
+    """Wants that go the same ways and to whom the same tiers give way."""
+
+    rivals: Hashable
+    may_be_local: bool
+    tier: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +34,7 @@ class Needs:
     """Sizes in tokens."""
 
     kind: Hashable
-    """What decides which workers could serve it at all."""
+    """What decides which workers could serve it at all: a ``Kind``, but for the special ones."""
     rivals: Hashable
     """Equal for wants that compete for the same workers, if not by the same ways."""
     prefill_tokens: int
@@ -37,6 +46,8 @@ class Needs:
     """Whether it is the kind of one want alone."""
     may_be_local: bool = False
     """Whether a decode worker may prefill it where that costs less."""
+    tier: int = 0
+    """Requests of lower tiers give way to it where there is no room; 0: nobody does."""
 
     def covers(self, other: Needs) -> bool:
         """Whether whoever has no room for these has none for ``other`` either."""
@@ -62,20 +73,36 @@ class NeedsRule:
         can_grow = config.scheduling.preemption is not Preemption.OFF
         self._kinds: dict[Hashable, int] = {}
         self._growth_tokens = growth_tokens if can_grow else 1 << 62
+        self._tiers = Tiers.of(config.scheduling) if takes_from_below(config) else None
 
     def needs(self, want: Want) -> Needs:
         """Return what it needs."""
         may_be_local = self._local.may_take(want) and not self.is_single(want)
-        rivals = self._kind(want)
-        kind = self._kinds.setdefault((rivals, "local"), len(self._kinds))
+        rivals, tier = self._kind(want), self.tier(want)
+        is_special = _is_special(want)
         return Needs(
-            kind=kind if may_be_local else rivals,
+            kind=rivals if is_special else Kind(rivals, may_be_local, tier),
             rivals=rivals,
             prefill_tokens=self._round(want.num_prompt_tokens),
             decode_tokens=self.decode_tokens(want),
-            is_special=_is_special(want),
+            is_special=is_special,
             may_be_local=may_be_local,
+            tier=tier,
         )
+
+    def tier(self, want: Want) -> int:
+        """Return how high its tier is; 0 for all where no tier takes from lower ones."""
+        return 0 if self._tiers is None else self._tiers.rank(want.priority)
+
+    @property
+    def tiers_take(self) -> bool:
+        """Whether higher tiers take from lower ones on some worker."""
+        return self._tiers is not None
+
+    @property
+    def most_tokens(self) -> int:
+        """No want needs more than this of a worker."""
+        return self._round(self._capacity.max_model_len)
 
     def uncached_tokens(self, want: Want) -> int:
         """Return the prompt tokens that somebody has to compute for it at least."""
@@ -109,6 +136,17 @@ class NeedsRule:
 
     def _round(self, num_tokens: int) -> int:
         return -(-num_tokens // self._unit) * self._unit
+
+
+def takes_from_below(config: DeployConfig, pool: PoolConfig | None = None) -> bool:
+    """Whether a higher tier takes from lower ones on some worker, or on those of a pool."""
+    scheduling = config.scheduling
+    pools = config.pools if pool is None else (pool,)
+    return (
+        scheduling.policy is Policy.PRIORITY
+        and scheduling.preemption is not Preemption.OFF
+        and any(pool.batching is Batching.CONTINUOUS for pool in pools)
+    )
 
 
 def _is_special(want: Want) -> bool:

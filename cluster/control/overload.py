@@ -5,6 +5,10 @@ view said and of what it has let in itself since; the control plane of the queue
 not wait is told when to come back: when half of those that wait will be gone, or when the wait
 will fit its deadline.
 
+A queue that is full of lower tiers is not full for the first of a higher one, who goes before them
+all and perhaps at once, to where they find no room: whoever has nobody ahead may exceed the bounds,
+by a small surplus of requests. The next of its tier is refused like everybody while it waits.
+
 Whose fault it is decides what a client is told. A caller with more than an even share of what
 waits, while others wait too, has had its share (429); else the cluster is full (503).
 """
@@ -17,6 +21,8 @@ from dataclasses import dataclass, field
 from cluster.errors import ClusterFull, QueueFull
 
 _RETRY_RANGE_S = (1.0, 60.0)
+_SURPLUS = 0.1
+"""Part of ``max_requests`` by which those may exceed it who have nobody ahead; at least one."""
 MAX_TENANTS_SHOWN = 64
 """Tenants whose share of the queue a view tells, those with most requests."""
 
@@ -73,10 +79,13 @@ def refusal(load: QueueLoad, who: Newcomer, bounds: QueueBounds) -> QueueFull | 
         )
     # More than the queue holds at all is refused by the number of choices, and not here.
     num_requests = min(who.num_requests, bounds.max_requests)
-    if load.num_requests + num_requests > bounds.max_requests + load.room:
+    is_first = bool(load.standings) and not _num_ahead(load, who)
+    surplus = max(1, int(_SURPLUS * bounds.max_requests)) if is_first else 0
+    if load.num_requests + num_requests > bounds.max_requests + load.room + surplus:
         text = f"{load.num_requests} requests wait, of {bounds.max_requests} at most"
         return _error(load, who, text, _retry_s(load, load.num_requests / 2))
-    if load.num_tokens and load.num_tokens + who.num_tokens > bounds.max_tokens:
+    exceeds_tokens = load.num_tokens + who.num_tokens > bounds.max_tokens
+    if load.num_tokens and exceeds_tokens and not is_first:
         text = f"{load.num_tokens} prompt tokens wait, of {bounds.max_tokens} at most"
         return _error(load, who, text, _retry_s(load, load.num_requests / 2))
     wait_s = expected_wait_s(load, who)
@@ -88,8 +97,7 @@ def refusal(load: QueueLoad, who: Newcomer, bounds: QueueBounds) -> QueueFull | 
 
 def expected_wait_s(load: QueueLoad, who: Newcomer) -> float:
     """Estimate for how long a newcomer would wait for its placement."""
-    num_ahead = sum(n for standing, n in load.standings.items() if standing <= who.standing)
-    num_ahead = max(0, min(num_ahead, load.num_requests) - load.room)
+    num_ahead = max(0, min(_num_ahead(load, who), load.num_requests) - load.room)
     if load.is_fair and load.tenants:
         # Each round serves one of every tenant.
         num_tenants = len(load.tenants) + (who.tenant not in load.tenants)
@@ -100,6 +108,11 @@ def expected_wait_s(load: QueueLoad, who: Newcomer) -> float:
 def retry_after_s(load: QueueLoad) -> float:
     """Estimate when half of the queue will be gone."""
     return _retry_s(load, load.num_requests / 2)
+
+
+def _num_ahead(load: QueueLoad, who: Newcomer) -> int:
+    """Count those whose standing lets them go first."""
+    return sum(n for standing, n in load.standings.items() if standing <= who.standing)
 
 
 def _error(load: QueueLoad, who: Newcomer, text: str, retry_s: float) -> QueueFull:

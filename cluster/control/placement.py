@@ -9,6 +9,8 @@ less than by the best pair (``local_prefill``). An export's prefill worker is gi
 worker is chosen.
 
 Of those with room the cheapest few are looked at (``fleet``), in all combinations (``costs``).
+Where nobody has room, a request of a higher tier goes where lower ones hold what it needs: the
+worker's engine takes it from the lowest tier's youngest (``cluster.engine.victims``).
 """
 
 from __future__ import annotations
@@ -22,12 +24,11 @@ from cluster.config import Role
 from cluster.control.capacity import Capacity
 from cluster.control.costs import Choice, CostModel, Route
 from cluster.control.facts import Health, Want
-from cluster.control.fleet import Fleet, Part
+from cluster.control.fleet import Fleet
 from cluster.control.local_prefill import LocalPrefillRule, Why
-from cluster.control.needs import Needs, NeedsRule, kv_tokens
+from cluster.control.needs import Kind, Needs, NeedsRule, kv_tokens
+from cluster.control.open_workers import Part
 from cluster.control.unplaced import Blocked, Bounds, NoExport, NoRoute
-from cluster.control.worker_entry import Charge, WorkerEntry
-from cluster.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Iterator
@@ -36,11 +37,12 @@ if TYPE_CHECKING:
     from cluster.control.facts import ExportRef
     from cluster.control.ledger import Ledger
     from cluster.control.settings import ControlSettings
+    from cluster.control.worker_entry import WorkerEntry
+    from cluster.errors import InvalidRequest
 
 SHORTLIST = 8
 """Workers of each part that are priced for one request."""
 _NO_LINK = "no link that works: "
-_NO_BOUND = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ class Placement:
         self._pools = {pool.name: pool for pool in config.pools}
         self._known_ways: dict[tuple[Hashable, bool], _Ways | NoRoute] = {}
         self._ways_known_at = self._grown_at = 0
-        self._fleet = Fleet(self._pools, config.scheduling, ledger, costs)
+        self._fleet = Fleet(config, ledger, costs, self.rule.most_tokens)
 
     # ---- may it ever be served
 
@@ -104,22 +106,7 @@ class Placement:
             # A resumed request may be longer by now than any prefill worker can hold.
             longest = max(capacity.local_tokens, capacity.decode_tokens)
             capacity = replace(capacity, local_tokens=longest)
-        prompt, room = want.num_prompt_tokens, capacity.max_output_tokens(want.num_prompt_tokens)
-        if room == 0:
-            longest = capacity.max_prompt_tokens
-            return InvalidRequest(
-                f"prompt: {prompt} tokens, at most {longest} can be served",
-                stage="placement",
-                field="prompt",
-            )
-        if want.max_tokens <= room:
-            return None
-        return InvalidRequest(
-            f"max_tokens: {prompt} prompt tokens leave room for {room} output tokens, "
-            f"not {want.max_tokens}",
-            stage="placement",
-            field="max_tokens",
-        )
+        return capacity.objection(want.num_prompt_tokens, want.max_tokens)
 
     # ---- where now
 
@@ -137,6 +124,32 @@ class Placement:
         Without ``may_fall_back`` no decode worker prefills: prefill workers may be coming back.
         """
         self._refresh()
+        for tier in self._lower_tiers(want, needs, may_fall_back=may_fall_back):
+            # As if it were lower: nothing is taken from a tier while there is room in one below.
+            less = replace(needs, tier=tier)
+            choice = self._choose(want, less, held, now, may_fall_back=may_fall_back)
+            if not isinstance(choice, Blocked):
+                return choice
+        return self._choose(want, needs, held, now, may_fall_back=may_fall_back)
+
+    def _lower_tiers(self, want: Want, needs: Needs, *, may_fall_back: bool) -> Iterable[int]:
+        """Return as which lower tiers it may find room, the lowest first."""
+        kind, tiers = needs.kind, range(needs.tier)
+        if not tiers or not isinstance(kind, Kind):
+            return tiers
+        bounds = self.bounds(want, kind, may_fall_back=may_fall_back)
+        sizes = (needs.prefill_tokens, needs.decode_tokens)
+        return [tier for tier in tiers if bounds is not None and bounds.admit(tier, *sizes)]
+
+    def _choose(
+        self,
+        want: Want,
+        needs: Needs,
+        held: Collection[str],
+        now: float,
+        *,
+        may_fall_back: bool,
+    ) -> Choice | Blocked | NoRoute | NoExport:
         if want.export is not None:
             return self._choose_for_export(want.export, want, needs, held, now)
         ways = self._ways(want, needs.kind, may_fall_back=may_fall_back)
@@ -144,7 +157,9 @@ class Placement:
             return ways
         found = self._routes(ways, want, needs, held)
         routes = self._ledger.shunned.working(found, now)
-        if found and not routes and may_fall_back and ways.decode is not None:
+        lacks_link = bool(found) and not routes and may_fall_back
+        # As if it were lower it only looks for room: there may be some over a link that works.
+        if lacks_link and ways.decode is not None and needs.tier == self.rule.tier(want):
             ways = _Ways(local=(ways.decode,), why_local=Why.FALLBACK.value, note=_NO_LINK)
             routes = self._routes(ways, want, needs, held)
         choice = self._costs.cheapest(routes, want, now) if routes else None
@@ -164,8 +179,9 @@ class Placement:
         before, self._grown_at = self._grown_at, self._ledger.num_changes
         return self._fleet.take_growth() or before != self._grown_at
 
-    def bounds(self, want: Want, kind: Hashable, *, may_fall_back: bool) -> Bounds | None:
-        """Return beyond which sizes nobody has room for wants of a kind; None: they have no route.
+    def bounds(self, want: Want, kind: Kind, *, may_fall_back: bool) -> Bounds | None:
+        """Return beyond which sizes nobody has room now for wants that go the ways of a kind; None
+        where they have no route.
 
         ``want`` is one of the kind.
         """
@@ -173,16 +189,7 @@ class Placement:
         ways = self._ways(want, kind, may_fall_back=may_fall_back)
         if isinstance(ways, NoRoute):
             return None
-        most, decode_most = self._fleet.most, _NO_BOUND
-        if ways.decode is not None:
-            decode_most = most(ways.decode, Part.DECODE).decode
-        local = [most(role, Part.LOCAL) for role in ways.all_local]
-        return Bounds(
-            prefill=-1 if ways.prefill is None else most(ways.prefill, Part.PREFILL).prefill,
-            decode=decode_most,
-            local_prefill=max((room.prefill for room in local), default=-1),
-            local_decode=max((room.decode for room in local), default=-1),
-        )
+        return self._fleet.bounds(ways.prefill, ways.decode, ways.all_local)
 
     def lacking(self, want: Want, needs: Needs, *, may_fall_back: bool) -> frozenset[str]:
         """Return the workers that it may use and that have no room for it."""
@@ -199,24 +206,6 @@ class Placement:
             for entry in self._fitting(want, role, part)
             if not self._fleet.has_room(entry, part, needs)
         )
-
-    def charges(self, route: Route, want: Want) -> dict[str, Charge]:
-        """Return what a grant of this route takes on each of its workers."""
-        charges = {}
-        if route.prefill is not None and not route.is_export:
-            charges[route.prefill.worker_id] = Charge(
-                slots=0,
-                blocks=route.prefill.blocks_for(want.num_prompt_tokens),
-                prompt_tokens=want.num_prompt_tokens,
-            )
-        if route.decode is not None:
-            is_local = route.prefill is None
-            charges[route.decode.worker_id] = Charge(
-                slots=1,
-                blocks=route.decode.blocks_for(self.rule.decode_tokens(want)),
-                prompt_tokens=want.num_prompt_tokens if is_local else 0,
-            )
-        return charges
 
     def _refresh(self) -> None:
         self._fleet.refresh()
@@ -356,11 +345,10 @@ class Placement:
         held: Collection[str],
         most: int = SHORTLIST,
     ) -> list[WorkerEntry]:
-        free = (
-            entry
-            for entry in self._fleet.with_room(role, part, needs)
-            if entry.worker_id not in held and self._fits(entry, part, want)
-        )
+        free = self._fleet.with_room(role, part, needs)
+        if held or want.avoid or part is not Part.PREFILL:
+            # Who has room for all of a prompt can hold it.
+            free = (e for e in free if e.worker_id not in held and self._fits(e, part, want))
         listed = list(itertools.islice(free, most))
         if part is Part.DECODE:
             return listed

@@ -2,7 +2,8 @@
 
 A want's life here:
     1. ``want``: refused at once where it can never be served or the queue is full, else queued:
-       exports first, then in the policy's order, by the time it has waited in all
+       exports first (in their tier, where tiers take from one another), then in the policy's order,
+       by the time it has waited in all
     2. ``_place``: after every fact that may have made room, the queue is walked in the policy's
        order; a want that has no room now is passed by those that do, but holds the workers it
        lacks against all who are younger by more than the aging bound (``blocking``)
@@ -12,8 +13,9 @@ A want's life here:
 
 For ``reconcile_s`` after the start nobody is rejected for want of room or workers: the workers and
 the wants of an earlier control plane are still coming back. After that a fresh request is rejected
-as soon as no worker of a needed role is alive or suspected; one that was being served, or whose KV
-waits as an export, waits ``replacement_wait_s`` for another.
+as soon as no worker of a needed role is alive or suspected; one that was being served waits
+``replacement_wait_s`` for another, and one whose KV waits as an export as long as that is kept: its
+router withdraws the want when the lease is over.
 
 An export's want names the grant of its PREFILL leg. The grant that answers it charges its decode
 worker only; what the first grant was charged for the prefill leg counts until that leg ends.
@@ -55,6 +57,7 @@ from cluster.errors import (
     NoWorker,
     PdserveError,
 )
+from cluster.policy.order import Ordering
 
 if TYPE_CHECKING:
     from cluster.config import DeployConfig, Role
@@ -91,9 +94,10 @@ class Planner:
         self._granter = Granter(
             term=term,
             ledger=self._ledger,
-            placement=self._placement,
+            rule=self._placement.rule,
             costs=self._costs,
             counts=self._counts,
+            ordering=Ordering.of(config.scheduling),
         )
 
     # ---- routers
@@ -211,9 +215,9 @@ class Planner:
         self._ticked_at = now
         decisions = self._members.judge(now)
         self._drop_lost_routers(now)
-        for grant_id in self._ledger.take_back_unseen(now - self._settings.unseen_grant_s):
-            self._counts["grants_taken_back"] += 1
-            logger.warning("grant=%s taken back: reported by nobody", grant_id)
+        taken_back = self._members.unseen(now)
+        self._counts["grants_taken_back"] += taken_back.num_legs
+        decisions += taken_back.decisions
         for record in self._ledger.idle_grants(now, 10.0 * self._settings.orphan_s):
             logger.warning("grant=%s forgotten: no worker has it", record.grant.grant_id)
             self._ledger.remove_grant(record)
@@ -250,7 +254,11 @@ class Planner:
             are_tenants_fair=load.is_fair,
             waiting_tenants=load.tenants,
             waiting_standings=load.standings,
-            counters={**self._counts, "registrations_refused": self._members.refusals.num_refused},
+            counters={
+                **self._counts,
+                "registrations_refused": self._members.refusals.num_refused,
+                "workers_died": self._members.num_died,
+            },
         )
 
     def load(self) -> Load:
@@ -269,22 +277,14 @@ class Planner:
         return decisions
 
     def _walk(self, now: float, *, is_tick: bool) -> list[Decision]:
-        """Walk the queue in order and grant what has room.
-
-        Where nobody has more room than at the last walk, and nobody came or went, time alone
-        changes something: each tick walks.
-        """
+        """Walk the queue in order and grant what has room."""
         decisions: list[Decision] = []
         for waiting in self._queue.take_expired(now):
             decisions.append(self._reject(waiting.router_id, waiting.want, _deadline_passed()))
-        may_change = self._placement.take_growth() | self._queue.take_news() | is_tick
-        may_change |= self._queue.num_special > 0
-        if not may_change:
-            return decisions
         blocked = BlockedWants(
             self._queue, self._placement, may_fall_back=not self._is_reconciling(now)
         )
-        if blocked.is_hopeless():
+        if not self._may_place(blocked, is_tick=is_tick):
             return decisions
         walk = self._queue.walk(now, blocked)
         for waiting in walk:
@@ -311,10 +311,21 @@ class Planner:
                 decisions += self._without_route(waiting, outcome, now)
         return decisions
 
+    def _may_place(self, blocked: BlockedWants, *, is_tick: bool) -> bool:
+        """Whether somebody may have room now who had none at the last walk.
+
+        Where nobody has more room than then, and nobody went, only those who came may have some, or
+        time has changed something: each tick looks at all.
+        """
+        has_grown, (has_left, newcomers) = self._placement.take_growth(), self._queue.take_news()
+        if has_grown or has_left or is_tick or self._queue.num_special:
+            return not blocked.is_hopeless()
+        return any(map(blocked.admits, newcomers))
+
     def _has_no_room(self, waiting: Waiting, want: Want, blocked: BlockedWants) -> None:
         if waiting.routeless_since is not None and want is waiting.want:
             self._queue.note_route(waiting, None)
-        blocked.add(want, waiting.needs, self._queue.passable_until(waiting))
+        blocked.add(waiting, want)
 
     def _effective(self, waiting: Waiting, now: float) -> Want:
         """Return the want as it is placed now: nobody is avoided when nobody else came."""
@@ -334,6 +345,8 @@ class Planner:
             )
         if waiting.routeless_since is None:
             self._queue.note_route(waiting, now)
+        if waiting.want.export is not None:
+            return []
         wait_s = self._settings.replacement_wait_s if _was_served(waiting.want) else 0.0
         if now - (waiting.routeless_since or now) < wait_s:
             return []

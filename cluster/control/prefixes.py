@@ -51,6 +51,9 @@ class PrefixTable:
         cache = self._caches.setdefault(worker_id, _Cache())
         # The longer ones are of no use without the shorter ones, so they go first.
         for name in reversed(prefix.names):
+            if cache.names.get(name) == prefix.stride_tokens:
+                cache.names.move_to_end(name)
+                continue
             cache.num_tokens += prefix.stride_tokens - cache.names.pop(name, 0)
             cache.names[name] = prefix.stride_tokens
             holders = self._holders.get(name)
@@ -88,10 +91,14 @@ class PrefixTable:
             return self._asked[1]
         found: dict[str, int] = {}
         for number in range(len(prefix.names), 0, -1):
-            for worker_id in self._holders.get(prefix.names[number - 1], ()):
-                if len(found) < _MAX_HOLDERS:
-                    found.setdefault(worker_id, number * prefix.stride_tokens)
-            if len(found) >= _MAX_HOLDERS:
+            holders = self._holders.get(prefix.names[number - 1])
+            if holders is None:
+                continue
+            for worker_id in holders:
+                if len(found) == _MAX_HOLDERS:
+                    break
+                found.setdefault(worker_id, number * prefix.stride_tokens)
+            if len(found) == _MAX_HOLDERS:
                 break
         self._asked = (prefix, found)
         return found

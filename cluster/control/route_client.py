@@ -4,7 +4,8 @@ A want's life here:
     1. ``want`` keeps it in ``_waiting`` and sends it; every new stream sends it again, with the
        time it has waited (``_welcomed``), and so do long waits on the same one (``_viewed``)
     2. a grant or a reject takes it out (``_granted``, ``_rejected``); so does the end of its
-       deadline, a cancel by its caller, or a control plane that stays away too long
+       deadline, a cancel by its caller, or a control plane that stays away too long. A grant that
+       was lost is missed by the control plane, and wanted again (``_missed``)
     3. a grant whose caller is gone is given back at once; the others live in ``_held`` until
        ``done``
 Legs that run need nothing from here: they go on while the control plane is away.
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from cluster.control import connection, convert, convert_view
 from cluster.control.facts import ClusterView, Grant, Reject, Want
-from cluster.errors import Cancelled, DeadlineExceeded, NoWorker, PdserveError
+from cluster.errors import Cancelled, DeadlineExceeded, NoWorker, PdserveError, WorkerLost
 from cluster.wire import control_pb2 as pb
 
 if TYPE_CHECKING:
@@ -46,6 +47,10 @@ class RouteEvents(Protocol):
 
     def on_worker_dead(self, worker_id: str, incarnation: str) -> None:
         """A worker was declared dead: legs on this incarnation are lost."""
+        ...
+
+    def on_leg_missed(self, request_id: str, attempt: int, error: PdserveError) -> None:
+        """The worker that was to compute an attempt lives, and reports no leg of it."""
         ...
 
 
@@ -275,9 +280,21 @@ class RouteClient:
     def _rejected(self, reject: Reject, term: int) -> None:
         if term < self._term:
             return
-        waiting = self._waiting.pop((reject.request_id, reject.attempt), None)
+        key = (reject.request_id, reject.attempt)
+        if isinstance(reject.error, WorkerLost):
+            self._missed(key, reject.error)
+            return
+        waiting = self._waiting.pop(key, None)
         if waiting is not None and not waiting.answer.done():
             waiting.answer.set_exception(reject.error)
+
+    def _missed(self, key: WantKey, error: WorkerLost) -> None:
+        """A grant's leg is nowhere: either its start was lost, or the grant itself."""
+        waiting = self._waiting.get(key)
+        if waiting is not None:
+            self._stream.send(self._want_fact(waiting, is_resent=True))
+        else:
+            self._events.on_leg_missed(*key, error)
 
     def _withdraw(self, key: WantKey, answer: asyncio.Future[Grant]) -> None:
         """The caller is gone: take the want back, or the grant that it did not live to see."""

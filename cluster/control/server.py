@@ -48,6 +48,8 @@ _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.max_ping_strikes", 0),
 )
 _BIND_RETRY_S = 0.1
+_FAILING_S = 2.0
+"""Whoever hosts a control plane whose every tick has failed for so long starts another."""
 
 
 class ControlServer:
@@ -70,6 +72,8 @@ class ControlServer:
         self._server: StandingServer | None = None
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._tasks: list[asyncio.Task[None]] = []
+        self._failing_s = 0.0
+        """For how long every tick has failed, while this process ran."""
 
     async def start(self, host: str, port: int, bind_timeout_s: float = 10.0) -> str:
         """Bind, serve, and return the address; port 0 takes a free one.
@@ -80,8 +84,7 @@ class ControlServer:
         server = StandingServer(functools.partial(self._make, host))
         bound = await self._bind(server, port, bind_timeout_s)
         self._server = server
-        for name in ("", SERVICE_NAME):
-            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        await self._tell_health(is_well=True)
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._tick()), loop.create_task(self._push_views())]
         logger.info("control=%s:%d term=%d serves", host, bound, self.term)
@@ -104,6 +107,11 @@ class ControlServer:
         is_serving = self._server is not None and self._server.is_serving
         if not is_serving or any(task.done() for task in self._tasks):
             raise EngineFault("the control plane does not serve", stage="control")
+        if self._is_failing:
+            raise EngineFault(
+                f"the control plane's ticks have failed for {self._failing_s:.1f} s",
+                stage="control",
+            )
 
     def load(self) -> Load:
         """Return what scaling goes by."""
@@ -132,14 +140,31 @@ class ControlServer:
                     raise
             await asyncio.sleep(_BIND_RETRY_S)
 
+    @property
+    def _is_failing(self) -> bool:
+        return self._failing_s >= _FAILING_S
+
+    async def _tell_health(self, *, is_well: bool) -> None:
+        statuses = health_pb2.HealthCheckResponse
+        for name in ("", SERVICE_NAME):
+            await self._health.set(name, statuses.SERVING if is_well else statuses.NOT_SERVING)
+
     async def _tick(self) -> None:
+        ticked_at = self._clock.now()
         while True:
             await asyncio.sleep(self._settings.tick_s)
+            last, ticked_at = ticked_at, self._clock.now()
+            was_failing = self._is_failing
             try:
                 self._desk.tick()
+                self._failing_s = 0.0
             except Exception:
                 # A bug of ours; the streams still work, and the next tick may.
                 logger.exception("a tick failed")
+                # A longer gap is the absence of the whole process.
+                self._failing_s += min(ticked_at - last, self._settings.gap_s)
+            if self._is_failing != was_failing:
+                await self._tell_health(is_well=was_failing)
 
     async def _push_views(self) -> None:
         while True:

@@ -22,14 +22,15 @@ class ControlSettings:
     stream_grace_s: float = 1.0
     """A worker whose stream broke is suspected at once, and dead unless it is back by then."""
     unseen_grant_s: float = 2.0
-    """A grant that its worker has not reported by then is taken back."""
+    """A grant that its worker has not reported by then is taken back; where that worker lives, the
+    start of its leg was lost, and the router is told."""
     orphan_s: float = 2.0
     """A leg still reported so long after its router was done with it is told to abort."""
     router_grace_s: float = 2.0
     """A router whose stream broke keeps its grants for so long."""
     replacement_wait_s: float = 20.0
-    """A request that was being served, or whose KV waits, waits so long for a worker of a role that
-    has none; a fresh one is refused at once."""
+    """A request that was being served waits so long for a worker of a role that has none. A fresh
+    one is refused at once; one whose KV waits has its lease."""
     avoid_s: float = 4.0
     """So long it also waits for others where only workers are left that it has failed on. Those
     that are alive after that were not the fault."""

@@ -16,6 +16,8 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from cluster.control.facts import WorkerReport
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -49,11 +51,13 @@ class _Known:
             self.weight = max(0.0, 1.0 - (now - self.moved_at) / age_s)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Worker:
     pool: str
     incarnation: str
     speeds: tuple[_Known, ...]
+    learned: WorkerReport | None = None
+    """The report that was taken in last."""
 
 
 @dataclass(slots=True)
@@ -109,7 +113,11 @@ class SpeedTable:
         if worker is not None and worker.incarnation != registration.incarnation:
             self.forget(entry.worker_id)
             worker = None
-        pool = self._pools.setdefault(registration.pool, _Pool())
+        if worker is not None and worker.learned is entry.report:
+            return
+        pool = self._pools.get(registration.pool)
+        if pool is None:
+            pool = self._pools[registration.pool] = _Pool()
         if worker is None:
             # Its first report repeats what it measured at its start, unless it has served already.
             started = tuple(_Known(value) for value in _at_start(entry))
@@ -120,6 +128,7 @@ class SpeedTable:
         for known, value in zip(worker.speeds, _now(entry), strict=True):
             known.learn(value, entry.reported_at, self._age_s)
         pool.add(worker.speeds, 1)
+        worker.learned = entry.report
 
     def forget(self, worker_id: str) -> None:
         """Drop a worker that is gone."""
@@ -147,6 +156,9 @@ def _at_start(entry: WorkerEntry) -> tuple[float, ...]:
 
 
 def _now(entry: WorkerEntry) -> tuple[float, ...]:
-    report = entry.report
-    reported = (report.step_base_s, report.step_per_seq_s, report.prefill_per_token_s)
-    return tuple(now or start for now, start in zip(reported, _at_start(entry), strict=True))
+    report, start = entry.report, entry.registration
+    return (
+        report.step_base_s or start.step_base_s,
+        report.step_per_seq_s or start.step_per_seq_s,
+        report.prefill_per_token_s or start.prefill_per_token_s,
+    )

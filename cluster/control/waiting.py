@@ -1,7 +1,9 @@
 """The wants that wait for a placement, in the policy's order: exports first, whatever it is.
 
 An export holds blocks of a prefill worker under a lease that runs out; placing it frees them, and
-needs nothing of any prefill worker. Age counts from when the router took the request.
+needs nothing of any prefill worker. Where higher tiers take from lower ones exports are the first
+of their tiers: a low one that finds no room shall not keep a high request from taking some. Age
+counts from when the router took the request.
 """
 
 from __future__ import annotations
@@ -14,14 +16,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 from cluster.config import Policy
 from cluster.control.facts import Want
-from cluster.control.needs import Needs
+from cluster.control.needs import Kind, Needs
 from cluster.policy.order import Ahead, Ordering, Ticket
 from cluster.policy.queue import PolicyQueue, Sieve, Walk
 from cluster.policy.tiers import Tiers
 from cluster.policy.work import OutputEstimates
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator
+    from collections.abc import Collection, Hashable, Iterator
 
     from cluster.config import SchedulingConfig
     from cluster.control.ledger import GrantRecord, WantKey
@@ -62,17 +64,19 @@ class WaitingQueue:
         self._ordering = Ordering.of(scheduling)
         self._tiers = Tiers.of(scheduling)
         self._rule = rule
+        self._ahead_of = Ahead.OF_TIER if rule.tiers_take else Ahead.OF_ALL
         self._queue: PolicyQueue[Waiting] = PolicyQueue(self._ordering)
         self._outputs = OutputEstimates()
         self._deadlines: list[tuple[float, int, WantKey]] = []
         self._orders = itertools.count()
-        self._prefills: dict[Hashable, Counter[int]] = {}
-        self._decodes: dict[Hashable, Counter[int]] = {}
-        self._has_news = False
-        self._smallest: dict[Hashable, Needs] = {}
-        self.samples: dict[Hashable, Want] = {}
+        self._prefills: dict[Kind, Counter[int]] = {}
+        self._decodes: dict[Kind, Counter[int]] = {}
+        self._newcomers: set[Hashable] = set()
+        self._has_left = False
+        self._smallest: dict[Kind, Needs] = {}
+        self.samples: dict[Kind, Want] = {}
         """One want of each kind that waits, but for the special ones."""
-        self.rivals: dict[Hashable, Hashable] = {}
+        self.rivals: dict[Kind, Hashable] = {}
         """``Needs.rivals`` of each of these kinds."""
         self.routeless: set[WantKey] = set()
         """Wants that nobody who is there could serve."""
@@ -119,7 +123,7 @@ class WaitingQueue:
                 tenant=want.tenant,
                 work=self._work(want),
                 group=self._rule.group(want, needs),
-                ahead=Ahead.NO if want.export is None else Ahead.OF_ALL,
+                ahead=Ahead.NO if want.export is None else self._ahead_of,
             ),
             deadline=now + want.remaining_s,
             entered=now if old is None else old.entered,
@@ -129,7 +133,7 @@ class WaitingQueue:
         self.note_route(waiting, waiting.routeless_since)
         heapq.heappush(self._deadlines, (waiting.deadline, waiting.ticket.order, waiting.key))
         self._count(waiting, 1)
-        self._has_news = True
+        self._newcomers.add(waiting.group)
         return waiting
 
     def remove(self, key: WantKey) -> Waiting | None:
@@ -138,7 +142,7 @@ class WaitingQueue:
         if waiting is not None:
             self.routeless.discard(key)
             self._count(waiting, -1)
-            self._has_news = True
+            self._has_left = True
         return waiting
 
     def remove_router(self, router_id: str) -> list[Waiting]:
@@ -148,10 +152,11 @@ class WaitingQueue:
             self.remove(waiting.key)
         return gone
 
-    def take_news(self) -> bool:
-        """Whether a want has come or gone since the last call."""
-        has_news, self._has_news = self._has_news, False
-        return has_news
+    def take_news(self) -> tuple[bool, Collection[Hashable]]:
+        """Whether a want has gone since the last call, and the groups of those that have come."""
+        news = self._has_left, self._newcomers
+        self._has_left, self._newcomers = False, set()
+        return news
 
     def take_expired(self, now: float) -> list[Waiting]:
         """Take out the wants whose deadline has passed."""
@@ -180,9 +185,12 @@ class WaitingQueue:
         else:
             self.routeless.add(waiting.key)
 
-    def passable_until(self, waiting: Waiting) -> float:
-        """Return up to which arrival others may take what it waits for, while it has no room."""
-        return self._ordering.passable_until(waiting.ticket)
+    def passable_until(self, waiting: Waiting, *, from_above: bool = False) -> float:
+        """Return up to which arrival others may take what it waits for, while it has no room.
+
+        ``from_above``: others of a higher tier.
+        """
+        return self._ordering.passable_until(waiting.ticket, from_above=from_above)
 
     @property
     def is_by_arrival(self) -> bool:
@@ -199,7 +207,7 @@ class WaitingQueue:
         tier = self._tiers.rank(want.priority)
         return self._ordering.standing(tier=tier, work=self._work(want))
 
-    def smallest(self, kind: Hashable) -> Needs:
+    def smallest(self, kind: Kind) -> Needs:
         """Return the least prefill and the least decode room that any want of a kind needs."""
         known = self._smallest.get(kind)
         if known is None:
@@ -214,6 +222,9 @@ class WaitingQueue:
     # ---- what its tenants are served
 
     def _work(self, want: Want) -> float:
+        """Return what the order goes by; finding that out takes time."""
+        if self._ordering.policy is not Policy.SJF:
+            return 0.0
         return self._rule.uncached_tokens(want) + self.expected_output(want)
 
     def expected_output(self, want: Want) -> float:
@@ -245,19 +256,26 @@ class WaitingQueue:
         if needs.is_special:
             self.num_special += change
             return
-        self.samples.setdefault(needs.kind, waiting.want)
-        self.rivals[needs.kind] = needs.rivals
-        self._smallest.pop(needs.kind, None)
+        kind = needs.kind
+        assert isinstance(kind, Kind), "but for the special ones"
+        self.samples.setdefault(kind, waiting.want)
+        self.rivals[kind] = kind.rivals
+        known = self._smallest.get(kind)
+        if known is not None and not (
+            needs.prefill_tokens > known.prefill_tokens
+            and needs.decode_tokens > known.decode_tokens
+        ):
+            del self._smallest[kind]
         for counts, size in (
             (self._prefills, needs.prefill_tokens),
             (self._decodes, needs.decode_tokens),
         ):
-            sizes = counts.setdefault(needs.kind, Counter())
+            sizes = counts.setdefault(kind, Counter())
             _count_in(sizes, size, change)
             if not sizes:
-                del counts[needs.kind]
-                self.samples.pop(needs.kind, None)
-                self.rivals.pop(needs.kind, None)
+                del counts[kind]
+                self.samples.pop(kind, None)
+                self.rivals.pop(kind, None)
 
 
 def _count_in(counts: Counter[K], name: K, change: int) -> None:

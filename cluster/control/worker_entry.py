@@ -11,13 +11,23 @@ and gone after that. What a leg is charged (a slot, blocks, prompt tokens) count
 A held leg is *unreserved* while the report says that it holds no blocks yet (a decode leg waits for
 its offer, a prompt for its first step). The maximum is because the others may still take some of
 what they were charged, and may later hold more. Cached blocks are not in use, fenced ones are.
+
+Where higher tiers take from lower ones, a request of a higher tier finds less of this in use
+(``taken``): nothing that legs of lower tiers were charged, and no blocks that the worker says their
+sequences would give up. Legs that keep what they have (*firm*: the report says so, or they had aged
+when they were granted), and those of unknown grants, count for all. A leg that takes from another
+is charged as every leg is, so nobody is counted on twice.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 from cluster.control.facts import Health, Registration, WorkerReport
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +38,55 @@ class Charge:
     blocks: int
     prompt_tokens: int
     """Prompt tokens that it will compute there."""
+    tier: int = 0
+    """How high its request's tier is; 0 where tiers take nothing from one another."""
+    is_firm: bool = False
+    """Whether it gives way to nobody from the start: its request has aged."""
+
+
+class Taken(NamedTuple):
+    """What a worker has no room for any more, as requests of one tier see it."""
+
+    slots: int
+    blocks: int
+    run_ahead_tokens: int
+
+
+class _Counted(NamedTuple):
+    """A leg as it counts now."""
+
+    charge: Charge
+    is_pending: bool
+    is_unseen: bool
+    is_firm: bool
+
+
+@dataclass(slots=True)
+class _Sum:
+    """Of legs' charges."""
+
+    num_legs: int = 0
+    reserved_blocks: int = 0
+    pending_blocks: int = 0
+    """Of unseen and of unreserved legs."""
+    held_tokens: int = 0
+    """Of prompts."""
+    unseen_tokens: int = 0
+
+    def add(self, leg: _Counted, sign: int) -> None:
+        charge = leg.charge
+        self.num_legs += sign
+        if leg.is_pending:
+            self.pending_blocks += sign * charge.blocks
+        else:
+            self.reserved_blocks += sign * charge.blocks
+        if leg.is_unseen:
+            self.unseen_tokens += sign * charge.prompt_tokens
+        else:
+            self.held_tokens += sign * charge.prompt_tokens
+
+
+_NOTHING = _Sum()
 
 
 @dataclass(slots=True)
@@ -58,14 +117,19 @@ class WorkerEntry:
     """Rises with each grant; for ties."""
     held: frozenset[str] = frozenset()
     block_bytes: int = 0
-    _pending_blocks: int = 0
-    _unseen_tokens: int = 0
-    _reserved_blocks: int = 0
+    _counted: dict[str, _Counted] = field(default_factory=dict)
+    """What the sums consist of, by grant."""
+    _all: _Sum = field(default_factory=_Sum)
+    _giving: dict[int, _Sum] = field(default_factory=dict)
+    """By tier, of the legs that give way to higher ones."""
+    _unreserved: frozenset[str] = frozenset()
+    _firm: frozenset[str] = frozenset()
+    worker_id: str = field(init=False)
+    """The same in all its registrations."""
 
-    @property
-    def worker_id(self) -> str:
-        """The worker's id."""
-        return self.registration.worker_id
+    def __post_init__(self) -> None:
+        """Keep its name, which is asked for most."""
+        self.worker_id = self.registration.worker_id
 
     @property
     def num_slots_used(self) -> int:
@@ -77,13 +141,35 @@ class WorkerEntry:
     def num_blocks_free(self) -> int:
         """Blocks that nobody holds or was promised; what is cached gives way."""
         num_blocks = self.registration.num_blocks
-        used = max(num_blocks - self.report.blocks.available, self._reserved_blocks)
-        return num_blocks - used - self._pending_blocks
+        used = max(num_blocks - self.report.blocks.available, self._all.reserved_blocks)
+        return num_blocks - used - self._all.pending_blocks
 
     @property
     def run_ahead_tokens(self) -> int:
         """Prompt tokens granted to it and not yet computed."""
-        return self.report.queued_tokens + self._unseen_tokens
+        return self.report.queued_tokens + self._all.unseen_tokens
+
+    def taken(self, num_tiers: int) -> list[Taken]:
+        """Return what is in use for requests of each tier: those below give way to it."""
+        report, every, slots = self.report, self._all, self.num_slots_used
+        in_use = self.registration.num_blocks - report.blocks.available
+        reserved, pending = every.reserved_blocks, every.pending_blocks
+        queued, held_tokens, unseen = report.queued_tokens, every.held_tokens, every.unseen_tokens
+        takens = [Taken(slots, max(in_use, reserved) + pending, queued + unseen)]
+        # Where all legs are known, no more than all their prompts are of those that stay.
+        is_bounded = num_tiers > 1 and queued > 0 and self.held <= self.charges.keys()
+        takable = report.takable_blocks
+        for lower in range(num_tiers - 1):
+            giving = self._giving.get(lower, _NOTHING)
+            slots -= giving.num_legs
+            in_use -= takable[lower] if lower < len(takable) else 0
+            reserved -= giving.reserved_blocks
+            pending -= giving.pending_blocks
+            held_tokens -= giving.held_tokens
+            unseen -= giving.unseen_tokens
+            left = min(queued, held_tokens) if is_bounded else queued
+            takens.append(Taken(slots, max(in_use, reserved) + pending, left + unseen))
+        return takens
 
     def is_stalled(self, now: float) -> bool:
         """Whether its engine has been in one step for longer than that may take."""
@@ -103,14 +189,14 @@ class WorkerEntry:
         """Add an unseen leg."""
         self.charges[grant_id] = charge
         self.unseen[grant_id] = now
-        self._recount()
+        self._recount((grant_id,))
 
     def drop_unseen(self, grant_id: str) -> bool:
         """Take an unseen leg back; False where it is not unseen."""
         if self.unseen.pop(grant_id, None) is None:
             return False
         del self.charges[grant_id]
-        self._recount()
+        self._recount((grant_id,))
         return True
 
     def take(self, report: WorkerReport, now: float) -> list[str]:
@@ -119,26 +205,56 @@ class WorkerEntry:
             self.moved_at = now
         self.report, self.reported_at = report, now
         self.held = frozenset(report.held_grants)
-        for grant_id in self.held & self.unseen.keys():
+        seen = self.held & self.unseen.keys()
+        for grant_id in seen:
             del self.unseen[grant_id]
         ended = [g for g in self.charges if g not in self.held and g not in self.unseen]
         for grant_id in ended:
             del self.charges[grant_id]
         self.done_at = {g: at for g, at in self.done_at.items() if g in self.held}
-        self._recount()
+        unreserved, firm = frozenset(report.unreserved_grants), frozenset(report.firm_grants)
+        others = (unreserved ^ self._unreserved) | (firm ^ self._firm)
+        self._unreserved, self._firm = unreserved, firm
+        self._recount({*ended, *seen, *others})
         return ended
 
     def restore(self, grant_id: str, charge: Charge) -> None:
         """Charge a leg again that was taken back before a report listed it after all."""
         self.charges[grant_id] = charge
-        self._recount()
+        self._recount((grant_id,))
 
-    def _recount(self) -> None:
-        unseen = [self.charges[grant_id] for grant_id in self.unseen]
-        self._unseen_tokens = sum(charge.prompt_tokens for charge in unseen)
-        unreserved = self.charges.keys() & set(self.report.unreserved_grants)
-        pending = unreserved | self.unseen.keys()
-        self._pending_blocks = sum(self.charges[grant_id].blocks for grant_id in pending)
-        total = sum(charge.blocks for charge in self.charges.values())
-        self._reserved_blocks = total - self._pending_blocks
+    def check(self) -> None:
+        """Prove that the sums are of what there is; AssertionError is a bug of ours."""
+        assert self._counted == {g: self._counts_as(g, c) for g, c in self.charges.items()}
+        again = WorkerEntry(self.registration, self.report, 0.0, set())
+        for leg in self._counted.values():
+            again._add(leg, 1)
+        assert self._all == again._all, self.worker_id
+        for tier, giving in self._giving.items():
+            assert giving == again._giving.get(tier, _Sum()), self.worker_id
+
+    def _recount(self, grant_ids: Iterable[str]) -> None:
+        """Take in what has changed of these legs, if they are there."""
+        for grant_id in grant_ids:
+            before, charge = self._counted.pop(grant_id, None), self.charges.get(grant_id)
+            if before is not None:
+                self._add(before, -1)
+            if charge is not None:
+                leg = self._counted[grant_id] = self._counts_as(grant_id, charge)
+                self._add(leg, 1)
         self.changed.add(self.worker_id)
+
+    def _counts_as(self, grant_id: str, charge: Charge) -> _Counted:
+        is_unseen = grant_id in self.unseen
+        is_pending = is_unseen or grant_id in self._unreserved
+        is_firm = charge.is_firm or grant_id in self._firm
+        return _Counted(charge, is_pending, is_unseen, is_firm)
+
+    def _add(self, leg: _Counted, sign: int) -> None:
+        self._all.add(leg, sign)
+        if not leg.is_firm:
+            tier = leg.charge.tier
+            giving = self._giving.get(tier)
+            if giving is None:
+                giving = self._giving[tier] = _Sum()
+            giving.add(leg, sign)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cluster.engine.plan import SequenceEnd
-from cluster.errors import EngineFault, InvalidRequest, PdserveError
+from cluster.errors import DeadlineExceeded, EngineFault, InvalidRequest, PdserveError
 from cluster.request import FinishReason
 
 if TYPE_CHECKING:
@@ -81,6 +81,12 @@ def stage_of(sequence: Sequence) -> str:
     return "decode" if sequence.output_ids else "prefill"
 
 
+def deadline_error(sequence: Sequence) -> DeadlineExceeded:
+    """Say that its deadline passed, and where it stood."""
+    stage = stage_of(sequence)
+    return DeadlineExceeded(f"deadline passed in {stage}", stage=stage)
+
+
 def end_of(
     sequence: Sequence, now: float, reason: FinishReason | None, error: PdserveError | None
 ) -> SequenceEnd:
@@ -90,7 +96,7 @@ def end_of(
         key=sequence.key,
         finish_reason=reason,
         error=error,
-        queue_s=max(0.0, (now if started_at is None else started_at) - sequence.arrived),
+        queue_s=max(0.0, (now if started_at is None else started_at) - sequence.entered),
         compute_s=0.0 if started_at is None else now - started_at,
         num_steps=sequence.num_steps,
         num_computed_tokens=sequence.num_worked_tokens,

@@ -82,12 +82,12 @@ class WaitingLine:
             self.served(sequence, sequence.num_prefilled_tokens - sequence.num_prompt_tokens)
 
 
-def seniority(sequence: Sequence) -> tuple[int, int]:
+def seniority(sequence: Sequence) -> tuple[int, float, int]:
     """Return whose turn it is among those that started: the lowest first.
 
     Higher tiers go first, in a tier whoever came first.
     """
-    return (-sequence.tier, sequence.order)
+    return (-sequence.tier, sequence.arrived, sequence.order)
 
 
 def in_turn(running: Iterable[Sequence], ordering: Ordering, now: float) -> list[Sequence]:
@@ -101,7 +101,7 @@ def in_turn(running: Iterable[Sequence], ordering: Ordering, now: float) -> list
         return list(running)
 
     def turn(sequence: Sequence) -> tuple[int, float]:
-        if now >= sequence.arrived + ordering.aging_s:
+        if ordering.has_aged(sequence.arrived, now):
             return 0, sequence.arrived
         return 1, sequence.num_tokens_left
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 from cluster.engine import stored
 from cluster.engine.plan import Outcome, Plan, SequenceEnd, StepEvents, Swaps
 from cluster.engine.sequence import Sequence
+from cluster.engine.snapshot import EngineSnapshot
 from cluster.engine.step_model import StepModel
 from cluster.errors import IN_STEP, Cancelled, PdserveError, WorkerLost
 from cluster.request import Beat, LegKey
@@ -62,32 +63,6 @@ class Runner(Protocol):
     def run(self, plan: Plan, on_stored: stored.OnStored | None = None) -> Outcome:
         """Compute the shares, draw for the sampled ones, and tell of layers where that is asked."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSnapshot:
-    """An engine's load, speed and counts since its start."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    queued_tokens: int = 0
-    """Prompt tokens still to compute, of sequences that wait or have begun."""
-    num_steps: int = 0
-    step_base_s: float = 0.0
-    step_per_seq_s: float = 0.0
-    prefill_per_token_s: float = 0.0
-    num_preemptions: int = 0
-    num_swapped: int = 0
-    """Preemptions whose KV was kept in the swap buffer."""
-    num_swaps_refused: int = 0
-    """Preemptions by recompute, because the swap buffer was too full."""
-    num_blocks_swapped: int = 0
-    """Copied to the swap buffer and back."""
-    generated_tokens: int = 0
-    prefilled_tokens: int = 0
-    """Prompt tokens computed, each once, however often a preemption had them computed again."""
-    cached_tokens: int = 0
-    """Prompt tokens that were found in the cache instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,10 +196,17 @@ class EngineLoop:
         which have deadlines of their own.
         Time before ``awake_since`` does not count, as when the whole process had been stopped.
         """
+        return self._takes_longer(_STUCK_FACTOR, now, awake_since)
+
+    def is_hanging(self, now: float, awake_since: float = float("-inf")) -> bool:
+        """Whether one step takes longer than ``beat`` allows; it may come to its end still."""
+        return self._takes_longer(1.0, now, awake_since)
+
+    def _takes_longer(self, num_patiences: float, now: float, awake_since: float) -> bool:
         running = self._pass
         if running is None:
             return False
-        return now - max(running.since, awake_since) > _STUCK_FACTOR * running.patience_s
+        return now - max(running.since, awake_since) > num_patiences * running.patience_s
 
     def _post(self, item: Sequence | _Abort) -> bool:
         with self._changed:
@@ -323,13 +305,14 @@ class EngineLoop:
 
     def _wait(self) -> None:
         # After a fault nothing expires: what could not be ended then must not keep us awake.
-        deadline = self._scheduler.next_instant if self._fault is None else None
+        now = self._clock.now()
+        deadline = self._scheduler.next_instant(now) if self._fault is None else None
         with self._changed:
             if self._inbox or self._has_news or self._is_stopping:
                 return
             timeout_s = None
             if deadline is not None:
-                timeout_s = min(max(0.0, deadline - self._clock.now()), _LONGEST_WAIT_S)
+                timeout_s = min(max(0.0, deadline - now), _LONGEST_WAIT_S)
             self._changed.wait(timeout_s)
 
     def _tell(self, events: StepEvents) -> None:
@@ -353,8 +336,8 @@ class EngineLoop:
             generated_tokens=scheduler.num_generated_tokens,
             prefilled_tokens=scheduler.num_prefilled_tokens,
             cached_tokens=scheduler.num_cached_tokens,
+            holdings=scheduler.holdings(self._clock.now()),
         )
-
         if swapping.num_refused > self._num_swaps_refused:
             self._num_swaps_refused = swapping.num_refused
             logger.warning(

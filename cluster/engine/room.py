@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from cluster.engine.finish import Limits
 from cluster.engine.prefix_reuse import PrefixReuse
 from cluster.engine.rules import Rules
-from cluster.kv.block_pool import BlockPool
+from cluster.kv.block_pool import BlockPool, Demand
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -71,14 +71,55 @@ class Room:
             self._skip(sequence, len(prefix) * self.block_size)
         return True
 
-    def set_aside(self, running: Iterable[Sequence], preempted: Sequence | None) -> None:
+    def lack(self, sequence: Sequence, num_spare: int) -> Demand:
+        """Return what it lacks to start, with so many to be left free."""
+        num_blocks = max(0, self.short_to_start(sequence)) + num_spare - self.pool.num_free
+        return Demand(num_blocks=num_blocks, tier=sequence.tier)
+
+    def promised(self, sequence: Sequence, now: float) -> int:
+        """Return how many it must leave free for an import of a higher tier, unless it has aged."""
+        demand = self.pool.demand
+        if demand is None or sequence.tier >= demand.tier:
+            return 0
+        has_aged = self.rules.ordering.has_aged(sequence.arrived, now)
+        return 0 if has_aged else demand.num_blocks
+
+    def promises_end(self, sequences: Iterable[Sequence], now: float) -> list[float]:
+        """Return when those age that must leave blocks free for an import of a higher tier."""
+        if self.pool.demand is None:
+            return []
+        aging_s = self.rules.ordering.aging_s
+        return [s.arrived + aging_s for s in sequences if self.promised(s, now)]
+
+    def short_for_import(
+        self, running: Iterable[Sequence], preempted: Sequence | None, now: float
+    ) -> Demand | None:
+        """Return what an import of a higher tier lacks, beside what is set aside; None where none
+        waits for blocks, or there are enough."""
+        with self.pool.lock:  # else it may have its blocks in between
+            demand, num_free = self.pool.demand, self.pool.num_free
+        if demand is None:
+            return None
+        num_short = demand.num_blocks + self._due(running, preempted, now) - num_free
+        return replace(demand, num_blocks=num_short) if num_short > 0 else None
+
+    def set_aside(
+        self, running: Iterable[Sequence], preempted: Sequence | None, now: float
+    ) -> None:
         """Keep new imports from blocks that started sequences wait for."""
-        num_blocks = sum(max(0, self.short(sequence)) for sequence in running)
-        if preempted is not None:
-            num_blocks += self.short_to_start(preempted) + self.next_growth(preempted)
+        num_blocks = self._due(running, preempted, now)
         if num_blocks != self._num_set_aside:
             self._num_set_aside = num_blocks
             self.pool.set_aside(num_blocks)
+
+    def _due(self, running: Iterable[Sequence], preempted: Sequence | None, now: float) -> int:
+        """Return how many those that started wait for; where an import of a higher tier waits,
+        the lower ones wait for it until they have aged."""
+        waiting = [s for s in running if not self.promised(s, now)]
+        num_blocks = sum(max(0, self.short(sequence)) for sequence in waiting)
+        if preempted is not None and not self.promised(preempted, now):
+            num_blocks += self.short_to_start(preempted) + self.next_growth(preempted)
+        return num_blocks
 
     def _skip(self, sequence: Sequence, num_found: int) -> None:
         """Take its first tokens as computed: what it found in the cache."""

@@ -48,6 +48,18 @@ class Rules:
         is_continuous = self.batching is Batching.CONTINUOUS
         return self.preempts and is_continuous and self.ordering.policy is Policy.PRIORITY
 
+    def taking_tier(self, name: str, arrived: float, now: float) -> int:
+        """Return how high an import stands that arrived then, where tiers take from lower ones:
+        as the highest once it has aged; else 0 for all."""
+        if self.is_firm(arrived, now):
+            return len(self.tiers.names) - 1
+        return self.tier(name) if self.takes_from_below else 0
+
+    def is_firm(self, arrived: float, now: float) -> bool:
+        """Whether tiers take from lower ones, but nothing from one that arrived then: it has
+        aged."""
+        return self.takes_from_below and self.ordering.has_aged(arrived, now)
+
     def gate(self, num_slots: int) -> Gate:
         """Return a new gate for a batch of at most ``num_slots``."""
         return make_gate(

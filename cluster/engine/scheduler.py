@@ -16,19 +16,18 @@ One rule serves prefill, chunks, decode, recompute and resumed work: a sequence 
    none that arrived more than ``aging_s`` after it, and by none at all once it was preempted, for
    its client waits in mid-stream. Sequences that bring their blocks (imported KV) need a slot
    only and are never held up by one that waits for blocks. A sequence that finds no slot or no
-   blocks takes them from lower tiers that haven't aged (``victims``), the youngest first.
+   blocks takes them from lower tiers that haven't aged (``victims``), the youngest first. So does
+   an import that waits for blocks (``BlockPool.ask``), before all this; they leave them to it.
 4. Where KV is to be swapped, the copies are a plan of their own, and all begins anew after it.
 5. The step's tokens are shared out (``shares``): decodes first, then prompts, the most senior
-   first, or by work the one with the least left. So the prompt of a higher tier goes on before
-   that of a lower one, at the next chunk. Long prompts are computed one after another, a chunk in a
-   step, and short ones are ended beside that.
+   first, or by work the one with the least left: the prompt of a higher tier before a lower one's,
+   at the next chunk. Of long prompts a chunk of one is in a step, and short ones are ended beside.
 
 So some sequence always moves: the most senior one that runs can take blocks from all others but
-those that were preempted so often that they hold all they will ever need; and it waits only for
-these, which move themselves, and for blocks held outside the engine (exports, imports under way),
-whose holders have deadlines of their own. Blocks that started sequences wait for are set aside in
-the pool, so that new imports cannot take them. Without preemption every sequence starts with
-blocks for all that may come, so nobody ever waits for more.
+those preempted so often that they hold all they will ever need; and it waits only for these, which
+move themselves, and for blocks held outside the engine, whose holders have deadlines of their own.
+Blocks that started sequences wait for are set aside, so that new imports cannot take them. Without
+preemption every sequence starts with blocks for all that may come, so nobody waits for more.
 """
 
 from __future__ import annotations
@@ -45,15 +44,13 @@ from cluster.engine.rules import Rules
 from cluster.engine.sequence import Sequence, SequenceState
 from cluster.engine.shares import StepShares
 from cluster.engine.swapping import Swapping
-from cluster.engine.victims import Victims
-from cluster.errors import DeadlineExceeded, PdserveError
+from cluster.engine.victims import Holdings, Victims
 from cluster.request import FinishReason, LegKey, PromptLogprobs, Token
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from cluster.engine.victims import Giver
-    from cluster.kv.block_pool import BlockPool
+    from cluster.errors import PdserveError
+    from cluster.kv.block_pool import BlockPool, Demand
 
 _NO_BOUND = float("inf")
 
@@ -136,13 +133,18 @@ class StepScheduler:
         lefts = (sequence.num_tokens_left for sequence in self._live.values())
         return sum(left for left in lefts if left > 1)
 
-    @property
-    def next_instant(self) -> float | None:
-        """The earliest instant at which time alone changes something; None without sequences."""
+    def next_instant(self, now: float) -> float | None:
+        """Return the earliest instant at which time alone changes something; None without
+        sequences."""
         instants = [sequence.deadline for sequence in self._live.values()]
+        instants += self._room.promises_end(self._live.values(), now)
         if self._gate.opens_at is not None:
             instants.append(self._gate.opens_at)
         return min(instants, default=None)
+
+    def holdings(self, now: float) -> Holdings:
+        """Return who would give way to higher tiers now."""
+        return self._victims.holdings(self._live.values(), now)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; one that can never be computed ends at once.
@@ -167,7 +169,7 @@ class StepScheduler:
         error = self._limits.refusal(sequence) or finish.import_fault(sequence, self._block_size)
         reason = self._limits.finish_reason(sequence) if error is None else None
         if error is not None or reason is not None:
-            self._end(sequence, sequence.arrived, reason=reason, error=error)
+            self._end(sequence, sequence.entered, reason=reason, error=error)
         elif sequence.num_tokens_left < 1:
             # A draw needs the logits of the last token: compute that one again.
             sequence.num_computed_tokens = sequence.num_tokens - 1
@@ -195,19 +197,20 @@ class StepScheduler:
         for sequence in list(self._live.values()):
             is_in_it = sequence.key in planned if planned else sequence.started_at is not None
             self._end(sequence, now, error=error if is_in_it or others is None else others)
-        self._set_aside(())
+        self._room.set_aside((), self._waiting.first_preempted(), now)
 
     def schedule(self, now: float) -> Plan | None:
         """Choose the next step; None when nothing can be computed now."""
         for sequence in [s for s in self._live.values() if now >= s.deadline]:
-            stage = finish.stage_of(sequence)
-            error = DeadlineExceeded(f"deadline passed in {stage}", stage=stage)
-            self._end(sequence, now, error=error)
-        self._grow_all(self._victims.junior_to)
+            self._end(sequence, now, error=finish.deadline_error(sequence))
+        short = self._room.short_for_import(self._running, self._waiting.first_preempted(), now)
+        if short is not None:
+            self._preempt_below(short, now, needs_slot=False)
+        self._grow_all(self._victims.junior_to, now)
         if not self._swapping.is_leaving:
             self._admit(now)
-            self._grow_all(self._victims.without_slot)
-        self._set_aside(self._running)
+            self._grow_all(self._victims.without_slot, now)
+        self._room.set_aside(self._running, self._waiting.first_preempted(), now)
         swaps = self._swapping.take()
         if swaps is not None:
             return Plan((), swaps)
@@ -248,18 +251,21 @@ class StepScheduler:
         self._prompt_logprobs = []
         return events
 
-    def _grow_all(self, giver: Giver) -> None:
+    def _grow_all(self, giver: Giver, now: float) -> None:
         for sequence in list(self._running):
             if sequence.state is SequenceState.RUNNING and not self._swapping.is_leaving:
-                self._grow(sequence, giver)
+                self._grow(sequence, giver, now)
 
-    def _grow(self, sequence: Sequence, giver: Giver) -> None:
+    def _grow(self, sequence: Sequence, giver: Giver, now: float) -> None:
         num_short = self._room.short(sequence)
         if num_short <= 0:
             return
-        block_ids = self.pool.allocate(num_short, sequence.key)
+        promised = self._room.promised(sequence, now)
+        block_ids = self.pool.allocate(num_short, sequence.key, num_spare=promised)
         while block_ids is None:
-            other = giver(sequence, self._live.values())
+            if self.pool.num_free >= num_short:
+                return  # they are promised to an import, which has them soon or asks no more
+            other = giver(sequence, self._live.values(), now)
             if other is None or self._preempt(other):
                 return  # with the next plan it may have the blocks that are copied out by this one
             block_ids = self.pool.take_over(other.key, num_short, sequence.key)
@@ -296,9 +302,11 @@ class StepScheduler:
             ):
                 continue
             growth = self._room.next_growth(sequence)
-            num_spare = 0 if brings_blocks else num_growing + growth
+            promised = self._room.promised(sequence, now)
+            num_spare = 0 if brings_blocks else num_growing + growth + promised
             if num_open < 1:
-                if not self._takes_from_below(sequence, now, num_spare, needs_slot=True):
+                lack = self._room.lack(sequence, num_spare)
+                if not self._preempt_below(lack, now, needs_slot=True):
                     if not self._rules.takes_from_below:
                         break
                     # One behind it may be of a higher tier, and take a slot.
@@ -307,7 +315,7 @@ class StepScheduler:
                 num_open += 1
             has_blocks = self._room.cover(sequence, num_spare) or (
                 not brings_blocks
-                and self._takes_from_below(sequence, now, num_spare, needs_slot=False)
+                and self._preempt_below(self._room.lack(sequence, num_spare), now, needs_slot=False)
                 and self._room.cover(sequence, num_spare)
             )
             if not (brings_blocks or has_blocks):
@@ -326,24 +334,16 @@ class StepScheduler:
         if not sequence.num_preemptions:
             self._waiting.served(sequence, sequence.num_tokens_left)
 
-    def _takes_from_below(
-        self, sequence: Sequence, now: float, num_spare: int, *, needs_slot: bool
-    ) -> bool:
-        """Preempt lower tiers so that it can start; False, and nothing done, where it can't."""
-        if not self._rules.takes_from_below or self._swapping.is_leaving:
+    def _preempt_below(self, demand: Demand, now: float, *, needs_slot: bool) -> bool:
+        """Preempt lower tiers for what it lacks; False, and nothing done, where they have less."""
+        if self._swapping.is_leaving:
             return False
-        num_blocks = max(0, self._room.short_to_start(sequence)) + num_spare
-        num_short, live = num_blocks - self.pool.num_free, self._live.values()
-        victims = self._victims.below(
-            sequence.tier, live, now, num_blocks=num_short, needs_slot=needs_slot
-        )
+        tier, num_blocks, live = demand.tier, demand.num_blocks, self._live.values()
+        victims = self._victims.below(tier, live, now, num_blocks=num_blocks, needs_slot=needs_slot)
         for victim in victims:
             if not self._preempt(victim):
                 self.pool.release(victim.key)
         return bool(victims)
-
-    def _set_aside(self, running: Iterable[Sequence]) -> None:
-        self._room.set_aside(running, self._waiting.first_preempted())
 
     def _commit_share(
         self, sequence: Sequence, share: Scheduled, outcome: Outcome, now: float

@@ -59,7 +59,9 @@ class Sequence:
     deadline: float
     """Instant on this worker's clock."""
     arrived: float
-    """Instant on this worker's clock; the queue's aging bound goes by it."""
+    """Instant on this worker's clock, less what it had waited elsewhere; it ages from then on."""
+    waited_s: float = 0.0
+    """Seconds from then until it came to this engine."""
     output_ids: list[int] = field(default_factory=list)
     """Tokens drawn so far, also those that came with a leg or a handoff."""
     eos_ids: frozenset[int] = frozenset()
@@ -90,7 +92,7 @@ class Sequence:
     num_named: int = 0
     """How many of these the prefix index was told."""
     order: int = 0
-    """Its number in the scheduler, so its age: a lower one is older."""
+    """Its number in the scheduler, for ties of ``arrived``."""
     tier: int = 0
     """How high its tier is, where tiers have a say here."""
     started_at: float | None = None
@@ -106,6 +108,11 @@ class Sequence:
     """Prompt tokens whose log-probabilities were told, or are another worker's to tell; computing
     them again after a preemption doesn't tell them again."""
     num_preemptions: int = 0
+
+    @property
+    def entered(self) -> float:
+        """Instant at which it came to this engine."""
+        return self.arrived + self.waited_s
 
     @property
     def num_prompt_tokens(self) -> int:

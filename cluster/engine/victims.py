@@ -1,27 +1,40 @@
 """Who gives up its blocks, and perhaps its slot, when another may take them.
 
 Low tiers give way before high ones; in a tier those that wait with imported KV before those that
-run, and the youngest first. One that has been preempted ``max_preemptions`` times holds all the
-blocks it may ever need when it runs again, and is left alone.
+run, and the youngest first, by when their routers took them. One that has been preempted
+``max_preemptions`` times holds all the blocks it may ever need when it runs again, and is left
+alone.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cluster.engine.sequence import SequenceState
 from cluster.kv.block_pool import BlockPool
+from cluster.policy.order import Ordering
+from cluster.request import LegKey
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from cluster.engine.rules import Rules
     from cluster.engine.sequence import Sequence
 
-    Giver = Callable[[Sequence, Iterable[Sequence]], Sequence | None]
-    """Chooses who gives its blocks to one that runs and must grow."""
+    Giver = Callable[[Sequence, Iterable[Sequence], float], Sequence | None]
+    """Chooses who gives its blocks, now, to one that runs and must grow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holdings:
+    """Who would give way to higher tiers, as the control plane is told."""
+
+    giving: tuple[tuple[int, LegKey], ...] = ()
+    """(tier, key) of those whose blocks a higher tier may take."""
+    firm: frozenset[LegKey] = field(default_factory=frozenset)
+    """Those that keep what they have, or go before all who come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +43,9 @@ class Victims:
 
     pool: BlockPool
     max_preemptions: int
-    aging_s: float
+    ordering: Ordering
+    takes_from_below: bool
+    """Whether higher tiers take slots and blocks of lower ones."""
 
     @classmethod
     def of(cls, pool: BlockPool, rules: Rules) -> Victims:
@@ -38,35 +53,44 @@ class Victims:
         return cls(
             pool=pool,
             max_preemptions=rules.max_preemptions if rules.preempts else 0,
-            aging_s=rules.ordering.aging_s,
+            ordering=rules.ordering,
+            takes_from_below=rules.takes_from_below,
         )
 
-    def junior_to(self, sequence: Sequence, live: Iterable[Sequence]) -> Sequence | None:
-        """Return who gives its blocks to ``sequence``, which runs and must grow; None: nobody."""
-        junior = max(self._holders(live), key=_giving, default=None)
-        return None if junior is None or _giving(junior) <= _giving(sequence) else junior
+    def junior_to(
+        self, sequence: Sequence, live: Iterable[Sequence], now: float
+    ) -> Sequence | None:
+        """Return who gives its blocks to ``sequence``, which runs and must grow; None: nobody.
 
-    def without_slot(self, sequence: Sequence, live: Iterable[Sequence]) -> Sequence | None:
+        Those who have aged do it last.
+        """
+        own = _giving(sequence)
+        return self._first_to_give((s for s in self._holders(live) if _giving(s) > own), now)
+
+    def without_slot(
+        self, sequence: Sequence, live: Iterable[Sequence], now: float
+    ) -> Sequence | None:
         """Return who gives its blocks to ``sequence``, which runs, whatever their tiers, since it
         found no slot to use them in; None: nobody."""
-        holders = self._holders(live)
-        waiting = (other for other in holders if other.state is SequenceState.WAITING)
-        return max(waiting, key=_giving, default=None)
+        waiting = (s for s in self._holders(live) if s.state is SequenceState.WAITING)
+        return self._first_to_give(waiting, now)
 
     def below(
         self, tier: int, live: Iterable[Sequence], now: float, *, num_blocks: int, needs_slot: bool
     ) -> list[Sequence]:
-        """Return whose blocks, and at least one slot if it ``needs_slot``, make room for one
-        of a higher ``tier``; nobody where all of theirs would not be enough.
+        """Return whose blocks, and at least one slot if it ``needs_slot``, make room for what a
+        higher ``tier`` lacks; nobody where all of theirs would not be enough.
 
         Those who have aged keep what they have, as they go before higher tiers in the queue.
         """
+        if not self.takes_from_below:
+            return []
         lower = [
             other
             for other in self._holders(live)
-            if other.tier < tier and now < other.arrived + self.aging_s
+            if other.tier < tier and not self._has_aged(other, now)
         ]
-        lower.sort(key=lambda other: (other.tier, -other.order))
+        lower.sort(key=lambda other: (other.tier, -other.arrived, -other.order))
         if needs_slot:
             runs = (other for other in lower if other.state is SequenceState.RUNNING)
             first = next(runs, None)
@@ -87,6 +111,27 @@ class Victims:
                 return lower[:number]
         return []
 
+    def holdings(self, live: Collection[Sequence], now: float) -> Holdings:
+        """Return who would give way; nobody where tiers take nothing from one another."""
+        if not self.takes_from_below:
+            return Holdings()
+        firm = frozenset(s.key for s in live if self._is_firm(s, now))
+        giving = tuple((s.tier, s.key) for s in self._holders(live) if s.key not in firm)
+        return Holdings(giving=giving, firm=firm)
+
+    def _is_firm(self, sequence: Sequence, now: float) -> bool:
+        """Whether it goes before all who come, or holds what it has since it gave way so often."""
+        is_spared = sequence.num_preemptions >= self.max_preemptions
+        return self._has_aged(sequence, now) or (
+            is_spared and sequence.state is not SequenceState.WAITING
+        )
+
+    def _first_to_give(self, holders: Iterable[Sequence], now: float) -> Sequence | None:
+        return max(holders, key=lambda s: (not self._has_aged(s, now), _giving(s)), default=None)
+
+    def _has_aged(self, sequence: Sequence, now: float) -> bool:
+        return self.ordering.has_aged(sequence.arrived, now)
+
     def _holders(self, live: Iterable[Sequence]) -> list[Sequence]:
         return [
             other
@@ -95,5 +140,6 @@ class Victims:
         ]
 
 
-def _giving(sequence: Sequence) -> tuple[int, bool, int]:
-    return (-sequence.tier, sequence.state is SequenceState.WAITING, sequence.order)
+def _giving(sequence: Sequence) -> tuple[int, bool, float, int]:
+    is_waiting = sequence.state is SequenceState.WAITING
+    return (-sequence.tier, is_waiting, sequence.arrived, sequence.order)

@@ -56,6 +56,14 @@ class BlockCounts:
     fenced: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What a reservation of a higher tier lacks, and may have from sequences of lower ones."""
+
+    num_blocks: int
+    tier: int
+
+
 @dataclass(frozen=True, slots=True)
 class _Import:
     key: LegKey
@@ -86,6 +94,7 @@ class BlockPool:
         self._importing: dict[str, _Import] = {}
         self._fenced: dict[str, tuple[int, ...]] = {}
         self._num_set_aside = 0
+        self._demand: Demand | None = None
         self._subscribers: tuple[Callable[[], None], ...] = ()
 
     @property
@@ -214,7 +223,8 @@ class BlockPool:
     def reserve(self, num_blocks: int, handoff_id: str, key: LegKey) -> list[int] | None:
         """Take free blocks for KV that will come by a handoff; None, and nothing taken, if short.
 
-        Blocks that were set aside for sequences already started are not given out here.
+        Blocks that were set aside for sequences already started are not given out here. Whoever
+        has its blocks asks for none any more.
         """
         with self.lock:
             if handoff_id in self._importing or handoff_id in self._fenced:
@@ -223,7 +233,10 @@ class BlockPool:
                 return None
             block_ids = self._take(num_blocks)
             self._importing[handoff_id] = _Import(key, tuple(block_ids))
-            return block_ids
+            has_asked, self._demand = self._demand is not None, None
+        if has_asked:
+            self._tell()
+        return block_ids
 
     def importing(self, handoff_id: str) -> tuple[int, ...] | None:
         """Return the blocks reserved for this handoff; None once it was adopted or cancelled."""
@@ -284,6 +297,24 @@ class BlockPool:
             has_more = num_blocks < self._num_set_aside
             self._num_set_aside = num_blocks
         if has_more:
+            self._tell()
+
+    @property
+    def demand(self) -> Demand | None:
+        """What was asked for last."""
+        return self._demand
+
+    def ask(self, demand: Demand | None) -> None:
+        """Ask whoever schedules sequences to make room; replaces the last call.
+
+        Subscribers are told of it as of free blocks. One of tier 0 is none: nobody is below it.
+        """
+        if demand is not None and demand.tier < 1:
+            demand = None
+        with self.lock:
+            is_new = demand != self._demand
+            self._demand = demand
+        if is_new:
             self._tell()
 
     def counts(self) -> BlockCounts:

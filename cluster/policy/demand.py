@@ -5,6 +5,9 @@
 
 The first says that whoever waits is computed within the TTFT target beside what comes meanwhile.
 While workers are still starting only what comes counts: what waits because of that is not load.
+Neither half is asked for what the other cannot give it: requests that find no place to decode in,
+though all workers were there, are no work for prefill; prompts that nobody computes are none for
+decoding.
 """
 
 from __future__ import annotations
@@ -118,6 +121,15 @@ class Capacities:
             return 0.0
         return self._prefill(pool) if half is Role.PREFILL else self._decode(pool)
 
+    def why(self, pool: PoolConfig, half: Role) -> str:
+        """Return in words what decides how much one worker adds."""
+        if half is Role.DECODE:
+            bounds = self._seats(pool)
+            return min(bounds, key=bounds.__getitem__)
+        if self._shown_rate(pool):
+            return "as measured"
+        return "as declared" if pool.prefill_tokens_per_s else "as others do"
+
     def step_s(self, pool: PoolConfig) -> float:
         """Return how long a step of a full worker takes; 0 where unknown."""
         speed = self._speeds.get(pool.name)
@@ -137,16 +149,25 @@ class Capacities:
         return _share(pool) * sum(known) / len(known) if known else 0.0
 
     def _prefill_rate(self, pool: PoolConfig) -> float:
+        return self._shown_rate(pool) or pool.prefill_tokens_per_s
+
+    def _shown_rate(self, pool: PoolConfig) -> float:
         speed = self._speeds.get(pool.name)
-        if speed is not None and speed.prefill_token_s > 0.0:
-            return 1.0 / speed.prefill_token_s
-        return pool.prefill_tokens_per_s
+        if speed is None or speed.prefill_token_s <= 0.0:
+            return 0.0
+        return 1.0 / speed.prefill_token_s
 
     def _decode(self, pool: PoolConfig) -> float:
-        seats = float(pool.num_batch_slots)
+        return max(1.0, min(self._seats(pool).values()))
+
+    def _seats(self, pool: PoolConfig) -> dict[str, float]:
+        """Return how many sequences each of a worker's bounds lets in, by its name in words."""
+        seats = {"by slots": float(pool.num_batch_slots)}
         if self._sequence_tokens:
-            seats = min(seats, math.floor(pool.kv_tokens / self._sequence_tokens))
-        return max(1.0, min(seats, self._within_tpot(pool)))
+            name = f"by KV, {self._sequence_tokens:.0f} tokens each"
+            seats[name] = math.floor(pool.kv_tokens / self._sequence_tokens)
+        seats[f"by steps of {self._tpot_s * 1e3:.0f} ms"] = self._within_tpot(pool)
+        return seats
 
     def _within_tpot(self, pool: PoolConfig) -> float:
         """Return how many sequences share a step that keeps the target; if none can, any number:
@@ -160,11 +181,17 @@ class Capacities:
         return math.floor(for_sequences_s / speed.step_per_seq_s)
 
 
-def prefill_backlog(pools: Iterable[PoolConfig], load: Load) -> tuple[float, float]:
-    """Return the prompt tokens that are not computed yet, and those of them behind others."""
+def prefill_backlog(
+    pools: Iterable[PoolConfig], load: Load, admitted: float = 1.0
+) -> tuple[float, float]:
+    """Return the prompt tokens that are not computed yet, and those of them behind others.
+
+    Of requests that have no worker yet the ``admitted`` share counts.
+    """
     loads = [load.pool(pool.name) for pool in pools if serves(pool, Role.PREFILL)]
-    left = load.waiting_tokens + sum(pool.queued_tokens for pool in loads)
-    return left, load.waiting_tokens + sum(pool.behind_tokens for pool in loads)
+    waiting = admitted * load.waiting_tokens
+    left = waiting + sum(pool.queued_tokens for pool in loads)
+    return left, waiting + sum(pool.behind_tokens for pool in loads)
 
 
 def sequences(pools: Iterable[PoolConfig], load: Load) -> tuple[float, float]:
@@ -197,6 +224,26 @@ class Inflow:
             return min(num_coming, by_target)
         a_second = self.prompt_tokens_per_s * num_coming / num_tokens
         return min(num_coming, by_target, a_second * self.residence_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """What decode workers have for sequences; an unknown residence limits nothing."""
+
+    capacity: float
+    """Sequences that all of them hold."""
+    num_taken: float
+    """Of those, by sequences that are there or have been given one."""
+    residence_s: float
+    """For how long each stays."""
+
+    def admitted(self, num_waiting: float, within_s: float) -> float:
+        """Return the share of those that wait that finds a place within this time."""
+        if not num_waiting or not self.residence_s:
+            return 1.0
+        num_ending = min(self.num_taken, self.capacity) * within_s / self.residence_s
+        num_free = max(0.0, self.capacity - self.num_taken)
+        return min(1.0, (num_free + num_ending) / num_waiting)
 
 
 def _learned(old: float, new: float) -> float:

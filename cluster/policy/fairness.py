@@ -8,6 +8,11 @@ credit by staying away. Prompt and output tokens weigh the same here, so that sh
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 _MAX_TENANTS = 65_536
 
 
@@ -22,6 +27,11 @@ class TenantCounters:
     def counter(self, tenant: str) -> float:
         """Tokens that the tenant was served, and what it was lifted by."""
         return self._counters.get(tenant, 0.0)
+
+    def counters(self, tenants: Iterable[str]) -> list[tuple[float, str]]:
+        """Return (counter, tenant) of each."""
+        known = self._counters
+        return [(known.get(tenant, 0.0), tenant) for tenant in tenants]
 
     def charge(self, tenant: str, num_tokens: float) -> None:
         """Count tokens as served; a negative number takes back what was charged too much."""

@@ -1,6 +1,7 @@
 """What a waiting request's place depends on, and the places that the policies give.
 
-    level:  ahead of all | highest tier, and all who have aged | ... | lowest tier
+    level:  ahead of all | highest tier, and all who have aged | ... | lowest tier,
+            before each tier those who are ahead of it
     inside: the tenant with the lowest counter (where shares are fair)
     inside: ahead in its tier | aged, oldest first | by expected work (sjf), or oldest first
 
@@ -30,6 +31,8 @@ class Ahead(enum.Enum):
     NO = "no"
     IN_TIER = "in tier"
     """It ran before, and its client waits in mid-stream."""
+    OF_TIER = "of its tier"
+    """It holds what others need, but higher tiers take what they need from lower ones."""
     OF_ALL = "of all"
     """It holds what others need."""
 
@@ -77,13 +80,20 @@ class Ordering:
         """Whether anybody's place changes with time; first come, first served needs none."""
         return self.policy is not Policy.FCFS
 
+    def has_aged(self, arrived: float, now: float) -> bool:
+        """Whether one that arrived then has waited so long that nobody who comes goes before it."""
+        return now >= arrived + self.aging_s
+
     def level(self, ticket: Ticket, *, is_aged: bool) -> int:
-        """Return which level a request waits in; the lowest number is served first."""
+        """Return which level a request waits in; the lowest number is served first.
+
+        Even ones are the tiers', and each odd one is of those who are ahead of the next tier.
+        """
         if ticket.ahead is Ahead.OF_ALL:
             return -1
-        if self.policy is not Policy.PRIORITY or is_aged:
-            return 0
-        return self.num_tiers - 1 - ticket.tier
+        has_tier = self.policy is Policy.PRIORITY and not is_aged
+        num_above = self.num_tiers - 1 - ticket.tier if has_tier else 0
+        return 2 * num_above - (ticket.ahead is Ahead.OF_TIER)
 
     def place(self, ticket: Ticket, *, is_aged: bool) -> Place:
         """Return its place in its line."""
@@ -103,10 +113,15 @@ class Ordering:
 
     def line(self, ticket: Ticket) -> str:
         """Return whose line it waits in; without fair shares there is one for all."""
-        return ticket.tenant if self.is_fair and ticket.ahead is not Ahead.OF_ALL else ""
+        holds = ticket.ahead in (Ahead.OF_TIER, Ahead.OF_ALL)
+        return ticket.tenant if self.is_fair and not holds else ""
 
-    def passable_until(self, ticket: Ticket) -> float:
-        """Return up to which arrival others may take what it waits for, while it does not fit."""
-        if ticket.ahead is not Ahead.NO:
+    def passable_until(self, ticket: Ticket, *, from_above: bool = False) -> float:
+        """Return up to which arrival others may take what it waits for, while it does not fit.
+
+        ``from_above``: others of a higher tier.
+        """
+        may_pass = ticket.ahead is Ahead.NO or (from_above and ticket.ahead is Ahead.OF_TIER)
+        if not may_pass:
             return float("-inf")
         return ticket.arrived + self.aging_s

@@ -223,17 +223,23 @@ class Walk(Generic[T]):
                 own = ordering.level(entry.ticket, is_aged=False) if ordering.is_fair else number
                 if own > number:
                     for _, other in self._of_level(own).take(below=counter):
+                        yield from self._ahead_of(own, number)
                         yield other.item
                     if entry.ticket.group in self._closed:
                         continue
+                yield entry.item
+
+    def _ahead_of(self, level: int, passed: int) -> Iterator[T]:
+        """Iterate over those that hold what others need, of the tiers between two levels."""
+        for number in range(passed + 1, level, 2):
+            for _, entry in self._of_level(number).take():
                 yield entry.item
 
     def _of_level(self, number: int) -> _Turns[T]:
         turns = self._turns.get(number)
         if turns is None:
             lines = self._levels.get(number, {})
-            merged = {name: self._merge(each) for name, each in lines.items()}
-            turns = self._turns[number] = _Turns(self._tenants, merged)
+            turns = self._turns[number] = _Turns(self._tenants, lines, self._merge)
         return turns
 
     def _heads(self, lines: _Lines[T]) -> Iterator[Head]:
@@ -266,10 +272,18 @@ class Walk(Generic[T]):
 class _Turns(Generic[T]):
     """Whose turn it is in one level: the tenant's with the lowest counter who has one left."""
 
-    def __init__(self, tenants: TenantCounters, merged: dict[str, Iterator[_Entry[T]]]) -> None:
+    def __init__(
+        self,
+        tenants: TenantCounters,
+        lines: dict[str, _Lines[T]],
+        merge: Callable[[_Lines[T]], Iterator[_Entry[T]]],
+    ) -> None:
         self._tenants = tenants
-        self._merged = merged
-        self._heap = [(tenants.counter(name), name) for name in merged]
+        self._lines = dict(lines)
+        self._merge = merge
+        self._merged: dict[str, Iterator[_Entry[T]]] = {}
+        """Of those who have had a turn."""
+        self._heap = tenants.counters(lines)
         heapq.heapify(self._heap)
 
     def take(self, below: float = float("inf")) -> Iterator[tuple[float, _Entry[T]]]:
@@ -280,6 +294,8 @@ class _Turns(Generic[T]):
             if (current := self._tenants.counter(name)) > counter:
                 heapq.heapreplace(heap, (current, name))
                 continue
+            if name not in self._merged:
+                self._merged[name] = self._merge(self._lines[name])
             entry = next(self._merged[name], None)
             if entry is None:
                 heapq.heappop(heap)

@@ -10,8 +10,10 @@ Each look goes by the sums of a role's pools, mixed ones counted for both:
 Between the two shares nothing moves, and after a step down what is asked has to grow by a third
 before a step up: a load that stands still settles, one that comes and goes faster than ``quiet_s``
 keeps what its peaks need. Prefill is decided first, since decoding can be asked for no more than
-prompts are computed.
+prompts are computed; prefill itself for no more than decoding has places for, with all its workers.
 
+Workers that were asked for count before they are there. One that was there and is gone doesn't,
+until the next has come in its place: what waits meanwhile is work for those that are left.
 A pool whose workers don't come within ``start_s`` counts with those that are there, and is asked
 for no more: another one is taken, however dear.
 """
@@ -48,13 +50,25 @@ class Decision:
     reasons: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Standing:
     """What a pool should have and has, and since when that is so."""
 
     target: int
     num_workers: float
+    num_lost: float
+    """Of those that are missing: they were there, and nobody has come in their place yet."""
     since: float
+
+    @property
+    def num_starting(self) -> float:
+        """Of those that are missing: they were asked for, and have not been there yet."""
+        return max(0.0, self.target - self.num_workers - self.num_lost)
+
+    def lost_by(self, target: int, num_workers: float) -> float:
+        """Return how many are lost once this pool should have and has so many."""
+        num_gone = self.num_lost + self.num_workers - num_workers
+        return max(0.0, min(num_gone, target - num_workers))
 
 
 class Scaler:
@@ -92,23 +106,37 @@ class Scaler:
     # ---- what is asked
 
     def _asked(self, half: Role, load: Load, counts: Counts, now: float) -> float:
-        ttft_s = self._scaling.ttft_target_s
-        left, behind = demand.prefill_backlog(self._pools, load)
         if half is Role.PREFILL:
-            computed = {
-                pool.name: load.pool(pool.name).computed_tokens
-                for pool in self._pools
-                if serves(pool, Role.PREFILL)
-            }
-            came = self._arrivals.add(computed, left, now)
-            return came if self._is_starting(half, now) else came + behind / ttft_s
+            return self._asked_of_prefill(load, now)
         num_there, num_coming = demand.sequences(self._pools, load)
         inflow = demand.Inflow(
-            ttft_s=ttft_s,
+            ttft_s=self._scaling.ttft_target_s,
             prompt_tokens_per_s=self._capacity(Role.PREFILL, counts, now),
-            residence_s=load.expected_output_tokens * self._step_s(),
+            residence_s=self._residence_s(load),
         )
+        left, _ = demand.prefill_backlog(self._pools, load)
         return num_there + inflow.joining(num_coming, left)
+
+    def _asked_of_prefill(self, load: Load, now: float) -> float:
+        ttft_s, most = self._scaling.ttft_target_s, {p.name: p.max_count for p in self._pools}
+        num_there, num_coming = demand.sequences(self._pools, load)
+        places = demand.Places(
+            capacity=self._capacity(Role.DECODE, most, now),
+            num_taken=num_there + num_coming - load.num_waiting,
+            residence_s=self._residence_s(load),
+        )
+        admitted = places.admitted(load.num_waiting, ttft_s)
+        left, behind = demand.prefill_backlog(self._pools, load, admitted)
+        computed = {
+            pool.name: load.pool(pool.name).computed_tokens
+            for pool in self._pools
+            if serves(pool, Role.PREFILL)
+        }
+        came = self._arrivals.add(computed, left, now)
+        return came if self._is_starting(Role.PREFILL, now) else came + behind / ttft_s
+
+    def _residence_s(self, load: Load) -> float:
+        return load.expected_output_tokens * self._step_s()
 
     def _step_s(self) -> float:
         """Return how long a step takes where workers are full; the target where nobody knows."""
@@ -125,7 +153,12 @@ class Scaler:
         for name, target in held.items():
             num_workers, old = load.pool(name).num_workers, self._standings.get(name)
             if old is None or (old.target, old.num_workers) != (target, num_workers):
-                self._standings[name] = _Standing(target, num_workers, now)
+                self._standings[name] = _Standing(
+                    target=target,
+                    num_workers=num_workers,
+                    num_lost=old.lost_by(target, num_workers) if old else 0.0,
+                    since=now,
+                )
 
     def _is_late(self, name: str, now: float) -> bool:
         """Whether workers of a pool should have been there by now."""
@@ -135,24 +168,39 @@ class Scaler:
 
     def _is_starting(self, half: Role, now: float) -> bool:
         return any(
-            standing.num_workers < standing.target and not self._is_late(pool.name, now)
+            self._standings[pool.name].num_starting > 0 and not self._is_late(pool.name, now)
             for pool in self._pools
-            if serves(pool, half) and (standing := self._standings[pool.name])
+            if serves(pool, half)
         )
 
     def _capacity(self, half: Role, counts: Counts, now: float) -> float:
-        total = 0.0
-        for pool in self._pools:
-            count = float(counts[pool.name])
-            if self._is_late(pool.name, now):
-                count = min(count, self._standings[pool.name].num_workers)
-            total += count * self._capacities.of(pool, half)
-        return total
+        return sum(
+            self._counted(pool, counts, now) * self._capacities.of(pool, half)
+            for pool in self._pools
+        )
+
+    def _counted(self, pool: PoolConfig, counts: Counts, now: float) -> float:
+        """Return how many of a pool's workers capacity is made of."""
+        count, standing = float(counts[pool.name]), self._standings[pool.name]
+        if self._is_late(pool.name, now):
+            return min(count, standing.num_workers)
+        left = min(count, standing.target - standing.num_lost)
+        return left + max(0.0, count - standing.target)
+
+    def _parts(self, half: Role, counts: Counts, now: float) -> str:
+        """Say what a role's capacity is the sum of, and what bounds each pool's."""
+        return ", ".join(
+            f"{pool.name} {count:.0f} x {capacity:.0f} {self._capacities.why(pool, half)}"
+            for pool in self._pools
+            if (count := self._counted(pool, counts, now))
+            and (capacity := self._capacities.of(pool, half))
+        )
 
     # ---- what to do
 
     def _grow(self, half: Role, asked: float, counts: dict[str, int], now: float) -> dict[str, str]:
-        could, reasons = self._capacity(half, counts, now), {}
+        could, parts = self._capacity(half, counts, now), self._parts(half, counts, now)
+        reasons = {}
         for pool in self._by_cost(half):
             while (
                 self._capacity(half, counts, now) * _FULL < asked
@@ -161,7 +209,7 @@ class Scaler:
             ):
                 counts[pool.name] += 1
                 reasons[pool.name] = (
-                    f"{half.value} is asked for {asked:.1f} {_UNITS[half]} of {could:.1f}"
+                    f"{half.value} is asked for {asked:.1f} {_UNITS[half]} of {could:.1f}: {parts}"
                 )
         return reasons
 

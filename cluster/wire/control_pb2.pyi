@@ -710,6 +710,8 @@ class WorkerReport(_message.Message):
     NUM_SWAPPED_FIELD_NUMBER: _builtins.int
     GONE_PREFIXES_FIELD_NUMBER: _builtins.int
     HAS_LOST_PREFIXES_FIELD_NUMBER: _builtins.int
+    TAKABLE_BLOCKS_FIELD_NUMBER: _builtins.int
+    FIRM_GRANTS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
     num_transferring: _builtins.int
@@ -753,6 +755,14 @@ class WorkerReport(_message.Message):
     def gone_prefixes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """names of Want.prefix_names that its cache has no more"""
 
+    @_builtins.property
+    def takable_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """by tier, the lowest first: given up for a higher one"""
+
+    @_builtins.property
+    def firm_grants(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """held, and giving way to nobody"""
+
     def __init__(
         self,
         *,
@@ -776,10 +786,12 @@ class WorkerReport(_message.Message):
         num_swapped: _builtins.int = ...,
         gone_prefixes: _abc.Iterable[_builtins.int] | None = ...,
         has_lost_prefixes: _builtins.bool = ...,
+        takable_blocks: _abc.Iterable[_builtins.int] | None = ...,
+        firm_grants: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "broken_links", b"broken_links", "counters", b"counters", "gone_prefixes", b"gone_prefixes", "has_lost_prefixes", b"has_lost_prefixes", "held_grants", b"held_grants", "is_draining", b"is_draining", "num_running", b"num_running", "num_steps", b"num_steps", "num_swapped", b"num_swapped", "num_transferring", b"num_transferring", "num_waiting", b"num_waiting", "number", b"number", "prefill_per_token_s", b"prefill_per_token_s", "queued_tokens", b"queued_tokens", "step_base_s", b"step_base_s", "step_patience_s", b"step_patience_s", "step_per_seq_s", b"step_per_seq_s", "transfers", b"transfers", "unreserved_grants", b"unreserved_grants"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "broken_links", b"broken_links", "counters", b"counters", "firm_grants", b"firm_grants", "gone_prefixes", b"gone_prefixes", "has_lost_prefixes", b"has_lost_prefixes", "held_grants", b"held_grants", "is_draining", b"is_draining", "num_running", b"num_running", "num_steps", b"num_steps", "num_swapped", b"num_swapped", "num_transferring", b"num_transferring", "num_waiting", b"num_waiting", "number", b"number", "prefill_per_token_s", b"prefill_per_token_s", "queued_tokens", b"queued_tokens", "step_base_s", b"step_base_s", "step_patience_s", b"step_patience_s", "step_per_seq_s", b"step_per_seq_s", "takable_blocks", b"takable_blocks", "transfers", b"transfers", "unreserved_grants", b"unreserved_grants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x63luster/wire/faults.proto\x12\x11pdserve.faults.v1\"\x89\x01\n\x05\x46\x61ult\x12\x0c\n\x04verb\x18\x01 \x01(\t\x12\r\n\x05point\x18\x02 \x01(\t\x12\x0b\n\x03nth\x18\x03 \x01(\r\x12\r\n\x05times\x18\x04 \x01(\r\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\x12\x0e\n\x06offset\x18\x06 \x01(\x11\x12\x0c\n\x04peer\x18\x07 \x01(\t\x12\x18\n\x10seconds_per_byte\x18\x08 \x01(\x01\"5\n\tFaultPlan\x12(\n\x06\x66\x61ults\x18\x01 \x03(\x0b\x32\x18.pdserve.faults.v1.Fault\"\r\n\x0b\x43learFaults\"\n\n\x08GetFired\"\x85\x01\n\nFaultState\x12\r\n\x05\x66ired\x18\x01 \x03(\r\x12\x39\n\x06passed\x18\x02 \x03(\x0b\x32).pdserve.faults.v1.FaultState.PassedEntry\x1a-\n\x0bPassedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x32\xd9\x01\n\x06\x46\x61ults\x12\x42\n\x03Set\x12\x1c.pdserve.faults.v1.FaultPlan\x1a\x1d.pdserve.faults.v1.FaultState\x12\x46\n\x05\x43lear\x12\x1e.pdserve.faults.v1.ClearFaults\x1a\x1d.pdserve.faults.v1.FaultState\x12\x43\n\x05\x46ired\x12\x1b.pdserve.faults.v1.GetFired\x1a\x1d.pdserve.faults.v1.FaultStateb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x63luster/wire/faults.proto\x12\x11pdserve.faults.v1\"\xa4\x01\n\x05\x46\x61ult\x12\x0c\n\x04verb\x18\x01 \x01(\t\x12\r\n\x05point\x18\x02 \x01(\t\x12\x0b\n\x03nth\x18\x03 \x01(\r\x12\r\n\x05times\x18\x04 \x01(\r\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\x12\x0e\n\x06offset\x18\x06 \x01(\x11\x12\x0c\n\x04peer\x18\x07 \x01(\t\x12\x18\n\x10seconds_per_byte\x18\x08 \x01(\x01\x12\x19\n\x11seconds_per_token\x18\t \x01(\x01\"5\n\tFaultPlan\x12(\n\x06\x66\x61ults\x18\x01 \x03(\x0b\x32\x18.pdserve.faults.v1.Fault\"\r\n\x0b\x43learFaults\"\n\n\x08GetFired\"\x85\x01\n\nFaultState\x12\r\n\x05\x66ired\x18\x01 \x03(\r\x12\x39\n\x06passed\x18\x02 \x03(\x0b\x32).pdserve.faults.v1.FaultState.PassedEntry\x1a-\n\x0bPassedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x32\xd9\x01\n\x06\x46\x61ults\x12\x42\n\x03Set\x12\x1c.pdserve.faults.v1.FaultPlan\x1a\x1d.pdserve.faults.v1.FaultState\x12\x46\n\x05\x43lear\x12\x1e.pdserve.faults.v1.ClearFaults\x1a\x1d.pdserve.faults.v1.FaultState\x12\x43\n\x05\x46ired\x12\x1b.pdserve.faults.v1.GetFired\x1a\x1d.pdserve.faults.v1.FaultStateb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,17 +34,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FAULTSTATE_PASSEDENTRY']._loaded_options = None
   _globals['_FAULTSTATE_PASSEDENTRY']._serialized_options = b'8\001'
   _globals['_FAULT']._serialized_start=49
-  _globals['_FAULT']._serialized_end=186
-  _globals['_FAULTPLAN']._serialized_start=188
-  _globals['_FAULTPLAN']._serialized_end=241
-  _globals['_CLEARFAULTS']._serialized_start=243
-  _globals['_CLEARFAULTS']._serialized_end=256
-  _globals['_GETFIRED']._serialized_start=258
-  _globals['_GETFIRED']._serialized_end=268
-  _globals['_FAULTSTATE']._serialized_start=271
-  _globals['_FAULTSTATE']._serialized_end=404
-  _globals['_FAULTSTATE_PASSEDENTRY']._serialized_start=359
-  _globals['_FAULTSTATE_PASSEDENTRY']._serialized_end=404
-  _globals['_FAULTS']._serialized_start=407
-  _globals['_FAULTS']._serialized_end=624
+  _globals['_FAULT']._serialized_end=213
+  _globals['_FAULTPLAN']._serialized_start=215
+  _globals['_FAULTPLAN']._serialized_end=268
+  _globals['_CLEARFAULTS']._serialized_start=270
+  _globals['_CLEARFAULTS']._serialized_end=283
+  _globals['_GETFIRED']._serialized_start=285
+  _globals['_GETFIRED']._serialized_end=295
+  _globals['_FAULTSTATE']._serialized_start=298
+  _globals['_FAULTSTATE']._serialized_end=431
+  _globals['_FAULTSTATE_PASSEDENTRY']._serialized_start=386
+  _globals['_FAULTSTATE_PASSEDENTRY']._serialized_end=431
+  _globals['_FAULTS']._serialized_start=434
+  _globals['_FAULTS']._serialized_end=651
 # @@protoc_insertion_point(module_scope)

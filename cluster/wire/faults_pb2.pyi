@@ -30,6 +30,7 @@ class Fault(_message.Message):
     OFFSET_FIELD_NUMBER: _builtins.int
     PEER_FIELD_NUMBER: _builtins.int
     SECONDS_PER_BYTE_FIELD_NUMBER: _builtins.int
+    SECONDS_PER_TOKEN_FIELD_NUMBER: _builtins.int
     verb: _builtins.str
     point: _builtins.str
     nth: _builtins.int
@@ -42,6 +43,8 @@ class Fault(_message.Message):
     """the link's other worker, or the message's kind; empty: any"""
     seconds_per_byte: _builtins.float
     """of a delay where bytes are sent: a slow link"""
+    seconds_per_token: _builtins.float
+    """of a delay before a step: a slow worker"""
     def __init__(
         self,
         *,
@@ -53,10 +56,11 @@ class Fault(_message.Message):
         offset: _builtins.int = ...,
         peer: _builtins.str = ...,
         seconds_per_byte: _builtins.float = ...,
+        seconds_per_token: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["nth", b"nth", "offset", b"offset", "peer", b"peer", "point", b"point", "seconds", b"seconds", "seconds_per_byte", b"seconds_per_byte", "times", b"times", "verb", b"verb"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nth", b"nth", "offset", b"offset", "peer", b"peer", "point", b"point", "seconds", b"seconds", "seconds_per_byte", b"seconds_per_byte", "seconds_per_token", b"seconds_per_token", "times", b"times", "verb", b"verb"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -317,6 +317,7 @@ class Leg(_message.Message):
     EXPECTED_TOKENS_FIELD_NUMBER: _builtins.int
     PREFIX_STRIDE_TOKENS_FIELD_NUMBER: _builtins.int
     PREFIX_NAMES_FIELD_NUMBER: _builtins.int
+    WAITED_S_FIELD_NUMBER: _builtins.int
     kind: Global___LegKind.ValueType
     remaining_s: _builtins.float
     grant_id: _builtins.str
@@ -328,6 +329,8 @@ class Leg(_message.Message):
     """the client's guess at its output's length"""
     prefix_stride_tokens: _builtins.int
     """as in the want: names of the prompt's beginnings"""
+    waited_s: _builtins.float
+    """since its router took the request"""
     @_builtins.property
     def key(self) -> Global___LegKey: ...
     @_builtins.property
@@ -357,10 +360,11 @@ class Leg(_message.Message):
         expected_tokens: _builtins.int | None = ...,
         prefix_stride_tokens: _builtins.int = ...,
         prefix_names: _abc.Iterable[_builtins.int] | None = ...,
+        waited_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_tokens", b"_expected_tokens", "_peer", b"_peer", "expected_tokens", b"expected_tokens", "key", b"key", "params", b"params", "peer", b"peer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_tokens", b"_expected_tokens", "_peer", b"_peer", "expected_tokens", b"expected_tokens", "grant_id", b"grant_id", "handoff_id", b"handoff_id", "key", b"key", "kind", b"kind", "output_ids", b"output_ids", "params", b"params", "peer", b"peer", "prefix_names", b"prefix_names", "prefix_stride_tokens", b"prefix_stride_tokens", "priority", b"priority", "prompt_ids", b"prompt_ids", "remaining_s", b"remaining_s", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_tokens", b"_expected_tokens", "_peer", b"_peer", "expected_tokens", b"expected_tokens", "grant_id", b"grant_id", "handoff_id", b"handoff_id", "key", b"key", "kind", b"kind", "output_ids", b"output_ids", "params", b"params", "peer", b"peer", "prefix_names", b"prefix_names", "prefix_stride_tokens", b"prefix_stride_tokens", "priority", b"priority", "prompt_ids", b"prompt_ids", "remaining_s", b"remaining_s", "tenant", b"tenant", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_tokens: _TypeAlias = _typing.Literal["expected_tokens"]  # noqa: Y015
     _WhichOneofArgType__expected_tokens: _TypeAlias = _typing.Literal["_expected_tokens", b"_expected_tokens"]  # noqa: Y015

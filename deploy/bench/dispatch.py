@@ -4,6 +4,8 @@ The planner runs in this process, told what routers and workers would tell it. *
 workers, half of each role, all slots taken, and ten thousand requests waiting, of many tenants, all
 tiers, and with prompts that begin as others do; again and again a request ends, its workers report,
 and another one comes. Only the planner's own time counts. Each order of the queue has its row.
+Higher tiers take the slots of lower ones, who wait on their workers without blocks until they may
+run again; it is those who run that end.
 *Choice*: workers of each role with random loads, speeds and links; the cost of the chosen pair
 against the least of all pairs that have room, by the same cost model. Of eight workers of a role
 all are looked at, so the means are compared; of 32 a few are, so the worst of the draws is shown.
@@ -161,16 +163,30 @@ def _registrations(config: DeployConfig) -> list[Registration]:
 @dataclass(slots=True)
 class _Worker:
     registration: Registration
-    held: dict[str, int] = field(default_factory=dict)
-    """Blocks by grant."""
+    held: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """By grant: how high its tier is, and its blocks while it runs; 0 where it only prefilled."""
 
-    def report(self) -> WorkerReport:
-        used = sum(self.held.values())
-        free = self.registration.num_blocks - used
+    def running(self) -> list[str]:
+        """Return the grants that decode: of the highest tiers, and the earliest of each."""
+        decoding = [grant for grant, (_, num_blocks) in self.held.items() if num_blocks]
+        decoding.sort(key=lambda grant: -self.held[grant][0])
+        return decoding[: self.registration.num_slots]
+
+    def report(self, num_tiers: int) -> WorkerReport:
+        running = self.running()
+        blocks = [0] * num_tiers
+        for grant in running:
+            tier, num_blocks = self.held[grant]
+            blocks[tier] += num_blocks
+        preempted = self.held.keys() - running if running else ()
+        used = sum(blocks)
         return WorkerReport(
-            blocks=BlockCounts(free=free, held=used),
-            num_running=sum(num_blocks > 0 for num_blocks in self.held.values()),
+            blocks=BlockCounts(free=self.registration.num_blocks - used, held=used),
+            num_running=len(running),
+            num_waiting=len(preempted),
             held_grants=tuple(self.held),
+            unreserved_grants=tuple(preempted),
+            takable_blocks=tuple(blocks),
         )
 
 
@@ -214,8 +230,7 @@ class _World:
         """Return placements by second of the planner's time."""
         before, self._spent_s = self._num_granted, 0.0
         while self._num_granted - before < self._size.num_placements:
-            self._live.rotate(self._draw.randrange(len(self._live)))
-            grant_id, prefill_id, decode_id = self._live.popleft()
+            grant_id, prefill_id, decode_id = self._one_that_runs()
             for worker_id in (prefill_id, decode_id):
                 self._workers[worker_id].held.pop(grant_id, None)
             self._take(*self._timed_done(grant_id))
@@ -223,6 +238,14 @@ class _World:
             self._say(prefill_id)
             self._come()
         return (self._num_granted - before) / self._spent_s
+
+    def _one_that_runs(self) -> tuple[str, str, str]:
+        while True:
+            self._live.rotate(self._draw.randrange(len(self._live)))
+            grant_id, prefill_id, decode_id = self._live.popleft()
+            if grant_id in self._workers[decode_id].running():
+                return grant_id, prefill_id, decode_id
+            self._live.append((grant_id, prefill_id, decode_id))
 
     def _timed_done(self, grant_id: str) -> tuple[list[Decision], float]:
         began = time.thread_time()
@@ -262,7 +285,7 @@ class _World:
 
     def _say(self, worker_id: str) -> None:
         worker = self._workers[worker_id]
-        report, incarnation = worker.report(), worker.registration.incarnation
+        report, incarnation = worker.report(len(self._tiers)), worker.registration.incarnation
         began = time.thread_time()
         self._take(self._planner.report(worker_id, incarnation, report, self._now), began)
 
@@ -277,8 +300,9 @@ class _World:
             want = self._wants.pop(grant.request_id)
             # The prompt is computed by the next report, and its blocks are the decode worker's.
             num_blocks = -(-want.num_prompt_tokens // 16)
-            self._workers[prefill.worker_id].held[grant.grant_id] = 0
-            self._workers[grant.decode.worker_id].held[grant.grant_id] = num_blocks
+            tier = self._tiers.index(want.priority)
+            self._workers[prefill.worker_id].held[grant.grant_id] = (tier, 0)
+            self._workers[grant.decode.worker_id].held[grant.grant_id] = (tier, num_blocks)
             self._live.append((grant.grant_id, prefill.worker_id, grant.decode.worker_id))
             self._granted |= {prefill.worker_id, grant.decode.worker_id}
             self._num_granted += 1

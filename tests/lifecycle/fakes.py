@@ -23,6 +23,7 @@ from tests.factories import BLOCK_SIZE, FakeClock, FakeRunner
 
 if TYPE_CHECKING:
     from cluster.engine.plan import Outcome, Plan
+    from cluster.engine.rules import Rules
     from cluster.kv.block_pool import BlockPool
 
 LAYERS = 4
@@ -86,8 +87,10 @@ class FakeCache:
 class FakeEngine:
     """The engine loop without its thread: the test steps it."""
 
-    def __init__(self, pool: BlockPool, runner: FakeRunner, clock: FakeClock) -> None:
-        self.scheduler = StepScheduler(pool, BLOCK_SIZE, 4, 64, CHUNK, 256)
+    def __init__(
+        self, pool: BlockPool, runner: FakeRunner, clock: FakeClock, rules: Rules | None = None
+    ) -> None:
+        self.scheduler = StepScheduler(pool, BLOCK_SIZE, 4, 64, CHUNK, 256, rules)
         self.runner = runner
         self.clock = clock
         self.on_step = None

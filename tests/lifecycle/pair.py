@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from cluster.engine.rules import Rules
 from cluster.errors import WorkerLost
 from cluster.handoff import AbortCause
 from cluster.kv.block_pool import BlockPool
@@ -42,10 +43,11 @@ class DecodeSide:
         self.pair = pair
         self.pool = BlockPool(num_blocks)
         self.runner = FakeRunner(script=script)
-        self.engine = FakeEngine(self.pool, self.runner, pair.clock)
+        self.engine = FakeEngine(self.pool, self.runner, pair.clock, pair.rules)
         inbox = Inbox(
-            pool=self.pool, cache=FakeCache(self.runner), patience_s=PATIENCE_S, **pair.common
-        )
+            pool=self.pool, cache=FakeCache(self.runner), patience_s=PATIENCE_S,
+            tier_of=pair.rules.taking_tier, **pair.common,
+        )  # fmt: skip
         self.half = DecodeHalf(
             engine=self.engine,
             inbox=inbox,
@@ -76,8 +78,16 @@ class Pair:
     """
 
     def __init__(
-        self, *, p_blocks: int = 32, d_blocks: int = 32, script=None, streams: bool = True
+        self,
+        *,
+        p_blocks: int = 32,
+        d_blocks: int = 32,
+        script=None,
+        streams: bool = True,
+        rules: Rules | None = None,
     ) -> None:
+        """``rules``: of the decode workers."""
+        self.rules = rules or Rules()
         self.clock = FakeClock()
         self.faults: list[BaseException] = []
         errands = Errands(

@@ -2,14 +2,19 @@
 
 The router is a simple one: it redirects exports that wait, to either worker, and aborts what is
 left of a request when a leg of it failed. Each request must end, and one that ends well must have
-exactly its tokens; then both pools are as they were.
+exactly its tokens; then both pools are as they were. In half of the runs requests have tiers, and
+those of higher ones take blocks of lower ones.
 """
 
 import random
 
 import pytest
 
+from cluster.config import Policy
+from cluster.engine.rules import Rules
 from cluster.handoff import AbortCause, Commit, Credit, ManifestBytes, Offer
+from cluster.policy.order import Ordering
+from cluster.policy.tiers import Tiers
 from cluster.request import LegKind
 from tests.factories import expected_tokens, make_key, make_sequence
 from tests.lifecycle.fakes import LAYERS
@@ -17,14 +22,23 @@ from tests.lifecycle.pair import MAX_TOKENS, Pair
 
 NUM_REQUESTS = 12
 NUM_TURNS = 160
+TIERS = Tiers(names=("low", "normal", "high"), default="normal")
+BY_TIER = Rules(ordering=Ordering(policy=Policy.PRIORITY, num_tiers=3), tiers=TIERS)
 
 
 class Chaos:
     def __init__(self, seed: int) -> None:
         self.dice = random.Random(seed)
-        self.pair = Pair(p_blocks=28, d_blocks=18, streams=self.dice.random() < 0.8)
-        self.pair.add_decode("e", 14)
-        self.num_started = self.num_local = 0
+        self.has_tiers = seed % 2 == 1
+        self.pair = Pair(
+            p_blocks=28,
+            d_blocks=14 if self.has_tiers else 18,
+            streams=self.dice.random() < 0.8,
+            rules=BY_TIER if self.has_tiers else None,
+        )
+        self.pair.add_decode("e", 12 if self.has_tiers else 14)
+        self.tiers: dict[str, str] = {}
+        self.num_started = self.num_local = self.num_taken_for_imports = 0
         self.moves = (
             [self.start, self.step_prefill, self.settle, self.step_decode] * 6
             + [self.start_local, self.redirect, self.hold] * 4
@@ -44,6 +58,10 @@ class Chaos:
         for _ in range(8):
             await self.pair.run_dry()
             await self.redirect()
+        for side in self.pair.sides.values():
+            waiting = side.half.inbox.num_waiting, side.engine.scheduler.num_waiting
+            assert waiting == (0, 0), "somebody waits, and nobody has anything to compute"
+            assert side.pool.demand is None
         for half in self.halves():
             for opened in half.book:
                 half.abort_leg(opened.key, AbortCause.CANCELLED)
@@ -60,13 +78,22 @@ class Chaos:
 
     async def start(self) -> None:
         if self.num_started < NUM_REQUESTS:
-            self.pair.start(f"r{self.num_started}", num_prompt_tokens=self.dice.randint(1, 30))
+            name, num_tokens = f"r{self.num_started}", self.dice.randint(1, 30)
+            self.pair.start(name, num_prompt_tokens=num_tokens, priority=self.tier(name))
             self.num_started += 1
+
+    def tier(self, name: str) -> str:
+        """The same whenever it is asked for."""
+        if not self.has_tiers:
+            return ""
+        return self.tiers.setdefault(name, self.dice.choice(TIERS.names))
 
     async def start_local(self) -> None:
         """A request that is computed on a decode worker alone, in blocks that others had."""
         side = self.side()
-        side.start(self.pair.leg(LegKind.LOCAL, f"local{self.num_local}", max_tokens=12))
+        name = f"local{self.num_local}"
+        leg = self.pair.leg(LegKind.LOCAL, name, max_tokens=12, priority=self.tier(name))
+        side.start(leg)
         self.num_local += 1
 
     async def start_beside(self) -> None:
@@ -96,7 +123,11 @@ class Chaos:
                 engine.store(self.dice.randint(stored + 1, LAYERS - 1))
 
     async def step_decode(self) -> None:
-        self.side().engine.step()
+        side = self.side()
+        demand, before = side.pool.demand, side.engine.scheduler.num_preemptions
+        side.engine.step()
+        if demand is not None:
+            self.num_taken_for_imports += side.engine.scheduler.num_preemptions - before
 
     async def settle(self) -> None:
         await self.pair.settle()
@@ -111,7 +142,10 @@ class Chaos:
                 side.half.abort_leg(key, AbortCause.FAULT)
                 side.sink.ends.pop(key, None)
             num_tokens = len(self.pair.prefill.book.get(key).leg.prompt_ids)
-            self.pair.redirect(self.side().worker_id, key.request_id, num_prompt_tokens=num_tokens)
+            self.pair.redirect(
+                self.side().worker_id, key.request_id,
+                num_prompt_tokens=num_tokens, priority=self.tier(key.request_id),
+            )  # fmt: skip
 
     def is_streaming(self, key) -> bool:
         return any(side.sink.output(key) for side in self.pair.sides.values())
@@ -164,7 +198,10 @@ class Chaos:
 
 @pytest.mark.parametrize("seed", range(40))
 async def test_whatever_happens_all_is_given_back(seed):
-    """CASES P-11, P-12, P-15, P-16, P-19, P-20, P-21: and no token is wrong."""
+    """CASES P-11, P-12, P-15, P-16, P-19, P-20, P-21: and no token is wrong.
+
+    Nobody waits for ever, though both pools are full.
+    """
     chaos = Chaos(seed)
     await chaos.run()
     pair = chaos.pair
@@ -181,7 +218,7 @@ async def test_whatever_happens_all_is_given_back(seed):
 
 async def test_the_chaos_is_one():
     """What it is made of does happen, and most of what is asked is served."""
-    counts, num_served, num_started, num_preempted, num_parts = {}, 0, 0, 0, 0
+    counts, num_served, num_started, num_preempted, num_parts, num_taken = {}, 0, 0, 0, 0, 0
     for seed in range(20):
         chaos = Chaos(seed)
         await chaos.run()
@@ -191,6 +228,7 @@ async def test_the_chaos_is_one():
                 counts[name] = counts.get(name, 0) + number
         num_started += chaos.num_started
         num_preempted += pair.p_engine.scheduler.num_preemptions
+        num_taken += chaos.num_taken_for_imports
         parts = [layers for wire in pair.wires for _, layers in wire.parts]
         num_parts += sum(len(layers) < LAYERS for layers in parts)
         ends = [end for side in pair.sides.values() for end in side.sink.ends.values()]
@@ -202,4 +240,5 @@ async def test_the_chaos_is_one():
         assert counts[name] > 10, (name, counts)
     assert num_served > num_started / 4
     assert num_preempted > 10
+    assert num_taken > 5
     assert num_parts > 20

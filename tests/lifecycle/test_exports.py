@@ -109,6 +109,27 @@ async def test_each_failed_handoff_begins_a_lease_and_the_deadline_ends_them_all
     pair.assert_idle()
 
 
+async def test_an_export_that_was_refused_ever_so_often_is_not_computed_again():
+    """CASES P-16: for longer than one lease, by handoffs that each begin another."""
+    pair = Pair()
+    await refused_when_exported(pair)
+    num_refused = 1
+    while num_refused < 15:
+        pair.redirect("d")
+        await pair.settle()
+        pair.pass_time(PATIENCE_S)
+        await pair.settle()
+        num_refused += 1
+    assert len(pair.p_sink.waiting) == num_refused
+    assert not pair.p_sink.ends
+    free_everything(pair)
+    pair.redirect("d")
+    await pair.run_dry()
+    assert pair.p_sink.ends[KEY].times.num_computed_tokens == NUM_PROMPT_TOKENS
+    assert pair.d_sink.output(KEY) == expected_tokens("r", MAX_TOKENS)
+    pair.assert_idle()
+
+
 @pytest.mark.parametrize("state", OPEN_TO_REDIRECTS, ids=names(OPEN_TO_REDIRECTS))
 async def test_a_redirect_in_any_state_moves_the_export(state):
     """A router may know before the prefill worker does that a decode worker is gone."""

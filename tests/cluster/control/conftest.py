@@ -13,6 +13,7 @@ from cluster.control.report_client import ReportClient, ReportTiming
 from cluster.control.route_client import RouteClient, RouteTiming
 from cluster.control.server import ControlServer
 from cluster.control.settings import ControlSettings
+from cluster.errors import PdserveError
 from tests.cluster.control.factory import make_config, make_registration
 
 QUICK = ControlSettings(
@@ -43,6 +44,7 @@ class Router:
         self.running: set[str] = set()
         self.asked: list[str] = []
         self.dead: list[str] = []
+        self.missed: list[tuple[str, int, PdserveError]] = []
         self.client = RouteClient(
             address,
             router_id=name,
@@ -58,6 +60,9 @@ class Router:
 
     def on_worker_dead(self, worker_id: str, incarnation: str) -> None:
         self.dead.append(incarnation)
+
+    def on_leg_missed(self, request_id: str, attempt: int, error: PdserveError) -> None:
+        self.missed.append((request_id, attempt, error))
 
 
 class FakeWorker:

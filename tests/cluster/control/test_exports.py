@@ -8,7 +8,7 @@ from cluster.config import LocalPrefill
 from cluster.control.decisions import AbortLegs
 from cluster.control.facts import BlockCounts, ExportRef
 from cluster.control.planner import Planner
-from cluster.errors import HandoffFailed
+from cluster.errors import DeadlineExceeded, HandoffFailed
 from tests.cluster.control.factory import (
     grants,
     make_config,
@@ -106,6 +106,41 @@ def test_a_full_queue_takes_an_export():
     story.want("r2")
     refused(story, first)
     assert rejects(story.want("r1", attempt=1, export=export_of(first))) == []
+
+
+def test_an_export_waits_for_a_decode_worker_as_long_as_it_is_kept():
+    """Its lease is its prefill worker's, and may be longer than any wait for a replacement."""
+    story = Story()
+    (first,) = grants(story.want())
+    refused(story, first)
+    story.leave("decode-0")
+    want = {"attempt": 1, "export": export_of(first), "remaining_s": 600.0}
+    assert story.want(**want) == []
+    assert story.want("other", attempt=1) == []
+    said = []
+    for _ in range(200):
+        story.now += 0.5
+        said += story.report("prefill-0", first.grant_id) + story.planner.tick(story.now)
+    (reject,) = rejects(said)
+    assert reject.request_id == "other", "that one has nothing that is kept"
+    (second,) = grants(story.join(make_registration(story.config.pool("decode"))))
+    assert (second.prefill, second.decode.worker_id) == (first.prefill, "decode-0")
+
+
+def test_an_export_waits_no_longer_than_its_deadline_or_its_want():
+    story = Story()
+    firsts = [*grants(story.want("kept")), *grants(story.want("withdrawn"))]
+    for first in firsts:
+        refused(story, first)
+    story.leave("decode-0")
+    for first in firsts:
+        ids = {"attempt": 1, "export": export_of(first), "remaining_s": 40.0}
+        assert story.want(first.request_id, **ids) == []
+    story.planner.cancel_want("withdrawn", 1, story.now)
+    assert story.view().num_waiting == 1
+    (reject,) = rejects(story.advance(41.0, reporting=("prefill-0",)))
+    assert (reject.request_id, type(reject.error)) == ("kept", DeadlineExceeded)
+    assert story.view().num_waiting == 0
 
 
 @pytest.mark.parametrize("restarts", [False, True])

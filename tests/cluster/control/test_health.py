@@ -105,6 +105,21 @@ def test_a_stalled_worker_that_falls_silent_dies_like_any_other():
     assert deaths(decisions) == ["decode-0"]
 
 
+def test_whoever_is_declared_dead_is_counted_also_when_it_comes_back():
+    """Under its old incarnation: nothing else in the view shows that it was thought dead."""
+    story = Story(counts={"decode": 2})
+    assert story.view().counters["workers_died"] == 0
+    story.advance(SETTINGS.dead_after_s + 1, reporting=["prefill-0", "decode-0"])
+    before = {w.worker.incarnation for w in story.view().workers}
+    story.join(story.workers["decode-1"])
+    assert before < {w.worker.incarnation for w in story.view().workers}
+    assert story.view().counters["workers_died"] == 1
+    story.leave("decode-1")
+    assert story.view().counters["workers_died"] == 1, "it left in peace"
+    story.leave("decode-0", "fault")
+    assert story.view().counters["workers_died"] == 2
+
+
 def test_busy_is_not_stalled():
     """P-26: each report is in the midst of a step, of another one each time."""
     story = Story()

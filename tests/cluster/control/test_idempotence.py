@@ -88,9 +88,9 @@ async def test_a_grant_that_comes_again_after_its_end_is_given_back(cluster):
     await all_given_back(router)
 
 
-@pytest.mark.parametrize("resend_after_s", [0.2, 1.0], ids=["while it lives", "taken back"])
+@pytest.mark.parametrize("resend_after_s", [0.2, 60.0], ids=["while it lives", "taken back"])
 async def test_a_lost_grant_is_granted_again(cluster, resend_after_s):
-    """Nobody has its legs: it is taken back. The want is sent again, and answered."""
+    """The want is sent again, by itself or since no worker has the legs, and answered."""
     router, tap, _ = await tapped(cluster, *two_pools(slots=1), resend_after_s=resend_after_s)
     tap.on("in", "grant", "drop")
     grant = await asyncio.wait_for(router.client.want(make_want()), 10.0)

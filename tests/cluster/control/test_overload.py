@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.config import Policy
+from cluster.config import Policy, Preemption
 from cluster.control.overload import Newcomer, QueueBounds, QueueLoad, expected_wait_s, refusal
 from cluster.errors import ClusterFull, QueueFull
 from tests.cluster.control.factory import grants, make_pool, rejects, two_pools
@@ -134,6 +134,45 @@ def test_one_tenant_does_not_take_the_whole_queue():
     assert rejects(story.want("r4", tenant="few")) == []
 
 
+@pytest.mark.parametrize(
+    ("waiting", "who", "is_let_in"),
+    [
+        (load(10, standings={2: 10}), newcomer(standing=1), True),
+        (load(10, standings={2: 10}), newcomer(standing=1, num_requests=2), False),
+        (load(11, standings={2: 11}), newcomer(standing=1), False),
+        (load(10, standings={2: 10}), newcomer(standing=2), False),
+        (load(11, standings={1: 1, 2: 10}), newcomer(standing=1), False),
+        (load(11, standings={1: 1, 2: 10}), newcomer(standing=0), False),
+        (load(9, 990, standings={2: 9}), newcomer(standing=1), True),
+        (load(9, 990, standings={1: 1, 2: 8}), newcomer(standing=1), False),
+        (load(10, standings={}), newcomer(standing=1), False),
+    ],
+    ids=[
+        "first", "two of them", "over the surplus", "an equal", "second", "no surplus left",
+        "tokens", "tokens, second", "unknown",
+    ],
+)  # fmt: skip
+def test_a_queue_full_of_lower_tiers_has_a_place_for_the_first_of_a_higher_one(
+    waiting, who, is_let_in
+):
+    assert (refusal(waiting, who, BOUNDS) is None) is is_let_in
+
+
+def test_a_high_request_is_placed_at_once_though_low_ones_fill_the_queue():
+    story = Story(*two_pools(slots=1), policy=Policy.PRIORITY, max_queue_requests=2)
+    (running,) = grants(story.want("r0", priority="low"))
+    for name in ("r1", "r2"):
+        assert rejects(story.want(name, priority="low")) == []
+    story.report("prefill-0")
+    story.report("decode-0", running.grant_id, num_running=1, takable_blocks=(2,))
+    assert [type(r.error) for r in rejects(story.want("r3", priority="low"))] == [ClusterFull]
+    for number in range(4, 6):
+        (high,) = grants(story.want(f"r{number}", priority="high"))
+        assert story.view().num_waiting == 2
+        story.done(high)
+        story.report("prefill-0")
+
+
 def test_a_higher_tier_is_let_in_where_a_lower_one_would_be_late():
     story = busy(policy=Policy.PRIORITY)
     (reject,) = rejects(story.want("low", priority="low", remaining_s=1.0))
@@ -145,6 +184,7 @@ def test_a_view_tells_routers_what_they_ask_by():
     story = Story(
         make_pool("both", two_pools()[0].role.MIXED, slots=1),
         policy=Policy.PRIORITY, fair_tenants=True, max_queue_tokens=77, tenant_queue_share=0.25,
+        preemption=Preemption.OFF,
     )  # fmt: skip
     story.want("r0")
     story.want("r1", tenant="a", priority="high")

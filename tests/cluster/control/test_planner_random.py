@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from cluster.config import Policy, Role, SchedulingConfig
+from cluster.config import Policy, Preemption, Role, SchedulingConfig
 from cluster.control.decisions import SendGrant, SendReject, WorkerDied
 from cluster.control.facts import BlockCounts, ExportRef, Registration
 from cluster.control.planner import Planner
@@ -26,18 +26,20 @@ AGING_S = 0.5
 
 
 GROWTH = SETTINGS.growth_tokens
+TIERS = SchedulingConfig().tiers
 
 
-def can_compute(entry, num_tokens):
-    limit = SchedulingConfig().run_ahead_tokens
-    ahead = entry.run_ahead_tokens
-    has_blocks = -(-num_tokens // 16) <= entry.num_blocks_free
-    return has_blocks and (ahead == 0 or ahead + -(-num_tokens // 16) * 16 <= limit)
+def can_compute(entry, num_tokens, tier):
+    limit, taken = SchedulingConfig().run_ahead_tokens, entry.taken(tier + 1)[tier]
+    ahead, num_blocks = taken.run_ahead_tokens, -(-num_tokens // 16)
+    has_blocks = num_blocks <= entry.registration.num_blocks - taken.blocks
+    return has_blocks and (ahead == 0 or ahead + num_blocks * 16 <= limit)
 
 
-def can_decode(entry, num_tokens):
-    has_slot = entry.num_slots_used < entry.registration.num_slots
-    return has_slot and -(-num_tokens // 16) <= entry.num_blocks_free
+def can_decode(entry, num_tokens, tier):
+    taken, num_blocks = entry.taken(tier + 1)[tier], -(-num_tokens // 16)
+    has_slot = taken.slots < entry.registration.num_slots
+    return has_slot and num_blocks <= entry.registration.num_blocks - taken.blocks
 
 
 def needs_less(want, other):
@@ -54,25 +56,39 @@ class SimWorker:
 
     registration: Registration
     promised: dict = field(default_factory=dict)
+    """By grant: slots, blocks and tier."""
     held: set = field(default_factory=set)
+    firm: set = field(default_factory=set)
+    """Of those held: they give way to nobody."""
 
-    def check(self):
-        slots = sum(charge[0] for charge in self.promised.values())
-        blocks = sum(charge[1] for charge in self.promised.values())
-        assert slots <= self.registration.num_slots, self.promised
-        assert blocks <= self.registration.num_blocks, self.promised
+    def check(self, tier):
+        """What is promised to a tier and to those above it is there; lower ones give way."""
+        staying = [c for g, c in self.promised.items() if c[2] >= tier or g in self.firm]
+        assert sum(charge[0] for charge in staying) <= self.registration.num_slots, self.promised
+        assert sum(charge[1] for charge in staying) <= self.registration.num_blocks, self.promised
 
-    def report(self, rng):
+    def report(self, rng, takes):
         """What it holds has taken some of its blocks, as prompts arrive and outputs grow."""
-        used = sum(rng.randint(0, self.promised[g][1]) for g in self.held)
-        free = self.registration.num_blocks - used
-        return make_report(self.registration, *self.held, blocks=BlockCounts(free=free, held=used))
+        left = self.registration.num_blocks
+        takable = [0, 0, 0]
+        # Whoever stays comes first, then the higher tiers.
+        for grant in sorted(self.held, key=lambda g: (g not in self.firm, -self.promised[g][2], g)):
+            used = min(left, rng.randint(0, self.promised[grant][1]))
+            left -= used
+            if grant not in self.firm:
+                takable[self.promised[grant][2]] += used
+        told = {"takable_blocks": tuple(takable), "firm_grants": tuple(self.firm)} if takes else {}
+        counts = BlockCounts(free=left, held=self.registration.num_blocks - left)
+        return make_report(self.registration, *self.held, blocks=counts, **told)
 
 
 class World:
     def __init__(self, seed, pools, **scheduling):
         self.is_fcfs = scheduling.get("policy", Policy.FCFS) is Policy.FCFS
         self.is_fair = scheduling.get("fair_tenants", False)
+        self.takes = scheduling.get("policy") is Policy.PRIORITY
+        self.takes &= scheduling.get("preemption") is not Preemption.OFF
+        self.num_taken = 0
         self.rng = random.Random(seed)
         self.now = 0.0
         self.planner = Planner(
@@ -105,15 +121,33 @@ class World:
         registration = worker.registration
         self.take(
             self.planner.report(
-                registration.worker_id, registration.incarnation, worker.report(self.rng), self.now
+                registration.worker_id,
+                registration.incarnation,
+                worker.report(self.rng, self.takes),
+                self.now,
             )
         )
 
+    def tier_of(self, want):
+        """How high it is, where tiers take from one another."""
+        return TIERS.index(want.priority or "normal") if self.takes else 0
+
+    def has_aged(self, key):
+        return self.now - self.since[key] >= AGING_S
+
     def take(self, decisions):
-        if any(w.want.export is not None for w in self.planner._queue):
-            sent = [d.grant for d in decisions if isinstance(d, SendGrant)]
-            pairs = [g for g in sent if g.handoff_id and not g.reason.startswith("export")]
-            assert not pairs, "a fresh request has taken a decode worker from an export"
+        exports = [w for w in self.planner._queue if w.want.export is not None]
+        sent = [d.grant for d in decisions if isinstance(d, SendGrant)]
+        for grant in sent if exports else ():
+            key = (grant.request_id, grant.attempt)
+            if grant.handoff_id and not grant.reason.startswith("export"):
+                tier = self.tier_of(self.waiting[key])
+                goes_first = [
+                    e for e in exports
+                    if self.tier_of(e.want) >= tier
+                    and (self.has_aged(e.key) or not self.has_aged(key) or not self.takes)
+                ]  # fmt: skip
+                assert not goes_first, "a fresh request has taken a decode worker from an export"
         for decision in decisions:
             if isinstance(decision, SendGrant):
                 self.granted(decision.grant)
@@ -153,20 +187,26 @@ class World:
         self.answered(grant, "grant")
         self.num_granted += 1
         prompt, output = want.num_prompt_tokens, min(want.max_tokens - 1, SETTINGS.growth_tokens)
+        if self.planner._config.scheduling.preemption is Preemption.OFF:
+            output = want.max_tokens - 1
+        tier = self.tier_of(want)
         legs = {}
         if want.export is not None:
             self.num_redirected += 1
             assert grant.prefill.incarnation == want.export.incarnation
         elif grant.prefill is not None:
-            legs[grant.prefill.worker_id] = (0, -(-prompt // 16))
+            legs[grant.prefill.worker_id] = (0, -(-prompt // 16), tier)
         if grant.decode is not None:
-            legs[grant.decode.worker_id] = (1, -(-(prompt + output) // 16))
+            legs[grant.decode.worker_id] = (1, -(-(prompt + output) // 16), tier)
         for worker_id, charge in legs.items():
             assert self.workers[worker_id].registration.incarnation in {
                 placed.incarnation for placed in (grant.prefill, grant.decode) if placed
             }
             self.workers[worker_id].promised[grant.grant_id] = charge
-            self.workers[worker_id].check()
+            self.workers[worker_id].check(tier)
+            charges = self.workers[worker_id].promised.values()
+            slots = sum(c[0] for c in charges)
+            self.num_taken += slots > self.workers[worker_id].registration.num_slots
         self.live[grant.grant_id] = list(legs)
         self.grants[grant.grant_id] = (grant, want)
 
@@ -197,7 +237,10 @@ class World:
         worker = self.rng.choice(list(self.workers.values()))
         unheld = sorted(worker.promised.keys() - worker.held)
         if unheld:
-            worker.held.add(self.rng.choice(unheld))
+            grant_id = self.rng.choice(unheld)
+            worker.held.add(grant_id)
+            if self.takes and self.rng.random() < 0.1:
+                worker.firm.add(grant_id)
             self.say(worker)
 
     def end_leg(self):
@@ -205,6 +248,7 @@ class World:
         if worker.held:
             grant_id = self.rng.choice(sorted(worker.held))
             worker.held.discard(grant_id)
+            worker.firm.discard(grant_id)
             del worker.promised[grant_id]
             self.say(worker)
 
@@ -230,6 +274,7 @@ class World:
         if decode.promised.pop(grant_id, None) is None:
             return  # it died meanwhile
         decode.held.discard(grant_id)
+        decode.firm.discard(grant_id)
         self.say(decode)
         grant, want = self.grants[grant_id]
         export = ExportRef(
@@ -272,17 +317,24 @@ class World:
         self.planner.check()
 
     def check_nobody_fits(self):
-        """Room is left only where it is held for an export, or for one who has waited too long."""
+        """Room is left only where it is held for an export, or for one who has waited too long;
+        what lower tiers hold is room."""
         queue, entries = self.planner._queue, list(self.planner._ledger.workers.values())
-        if queue.num_special or not len(queue):
+        if not len(queue):
             return
         oldest = min(w.ticket.arrived for w in queue)
+        holding = max(
+            (self.tier_of(w.want) for w in queue if w.want.export is not None), default=-1
+        )
         for waiting in queue:
-            if waiting.ticket.arrived > oldest + AGING_S:
+            tier = self.tier_of(waiting.want)
+            if waiting.ticket.arrived > oldest + AGING_S or tier <= holding:
                 continue
             prompt, output = waiting.want.num_prompt_tokens, waiting.want.max_tokens - 1
-            computes = [e for e in entries if can_compute(e, prompt)]
-            decodes = [e for e in entries if can_decode(e, prompt + min(output, GROWTH))]
+            computes = [e for e in entries if can_compute(e, prompt, tier)]
+            if self.planner._config.scheduling.preemption is not Preemption.OFF:
+                output = min(output, GROWTH)
+            decodes = [e for e in entries if can_decode(e, prompt + output, tier)]
             prefills = [e for e in computes if e.registration.role is Role.PREFILL]
             is_single = waiting.want.max_tokens == 1 and bool(
                 [p for p in self.planner._config.pools if p.role is Role.PREFILL]
@@ -319,12 +371,13 @@ ORDERS = {
     "sjf": {"policy": Policy.SJF},
     "tiers": {"policy": Policy.PRIORITY},
     "fair": {"policy": Policy.PRIORITY, "fair_tenants": True},
+    "kept": {"policy": Policy.PRIORITY, "preemption": Preemption.OFF},
 }
 
 
 @pytest.mark.parametrize(
     ("seed", "order"),
-    [*((seed, "fcfs") for seed in range(4)), (4, "sjf"), (5, "tiers"), (6, "fair")],
+    [*((seed, "fcfs") for seed in range(4)), (4, "sjf"), (5, "tiers"), (6, "fair"), (7, "kept")],
 )
 @pytest.mark.parametrize("pools", POOLS)
 def test_nothing_is_over_committed_lost_left_or_idle(seed, order, pools):
@@ -338,5 +391,6 @@ def test_nothing_is_over_committed_lost_left_or_idle(seed, order, pools):
     assert all(not entry.charges for entry in world.planner._ledger.workers.values())
     assert all(link.in_flight_bytes == 0 for link in world.planner._ledger.links._links.values())
     assert world.num_granted > 200
+    assert (world.num_taken > 0) is (order in ("tiers", "fair")), "higher tiers take slots"
     assert world.num_deaths > 0
     assert pools == "mixed" or world.num_redirected > 10

@@ -30,7 +30,9 @@ def test_the_least_expected_work_goes_first():
 
 
 def test_higher_tiers_go_first_until_somebody_has_aged():
-    story = Story(*two_pools(slots=1), policy=Policy.PRIORITY, aging_s=5.0)
+    story = Story(
+        *two_pools(slots=1), policy=Policy.PRIORITY, aging_s=5.0, preemption=Preemption.OFF
+    )
     (first,) = grants(story.want("r"))
     for name, fields in {
         "low": {"priority": "low"},

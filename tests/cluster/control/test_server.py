@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import subprocess
 import sys
 
@@ -57,7 +58,7 @@ async def test_a_want_that_cannot_be_is_told_why(cluster):
     assert caught.value.field == "num_prompt_tokens"
 
 
-@pytest.mark.parametrize("what", ["views", "door"])
+@pytest.mark.parametrize("what", ["views", "door", "time"])
 async def test_a_control_plane_that_stands_still_is_not_well(what, monkeypatch):
     """CASES P-26: whoever hosts it starts another."""
 
@@ -72,10 +73,65 @@ async def test_a_control_plane_that_stands_still_is_not_well(what, monkeypatch):
     if what == "views":
         monkeypatch.setattr("cluster.control.desk.Desk.push_view", fail)
         await until(lambda: control._tasks[1].done())
+    elif what == "time":
+        monkeypatch.setattr("cluster.control.desk.Desk.tick", fail)
+        monkeypatch.setattr("cluster.control.server._FAILING_S", 0.1)
+        await until(lambda: control._is_failing)
     else:
         await control.stop()
     with pytest.raises(EngineFault):
         control.check_health()
+    await control.stop()
+
+
+class HeldClock:
+    """Stands still, but for what the test lets pass."""
+
+    def __init__(self):
+        self.at = 1000.0
+
+    def now(self):
+        return self.at
+
+
+async def test_ticks_that_fail_are_told_until_one_is_done_again(monkeypatch):
+    """CASES P-26: nobody is judged dead meanwhile. A process that was stopped has missed none."""
+    clock, is_broken, num_ticks = HeldClock(), True, 0
+    settings = dataclasses.replace(QUICK, gap_s=1.0)
+
+    def tick(self):
+        nonlocal num_ticks
+        num_ticks += 1
+        if is_broken:
+            raise RuntimeError("a bug")
+
+    async def let_pass(seconds):
+        clock.at += seconds
+        seen = num_ticks
+        await until(lambda: num_ticks > seen + 1)
+
+    monkeypatch.setattr("cluster.control.desk.Desk.tick", tick)
+    control = ControlServer(make_config(), clock, settings=settings)
+    address = await control.start("127.0.0.1", 0)
+    async with grpc.aio.insecure_channel(address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+
+        async def is_serving():
+            answer = await health.Check(health_pb2.HealthCheckRequest())
+            return answer.status == health_pb2.HealthCheckResponse.SERVING
+
+        await let_pass(60.0)
+        control.check_health()
+        assert await is_serving(), "it was stopped, and has failed for a moment"
+        for _ in range(3):
+            await let_pass(0.9)
+        with pytest.raises(EngineFault, match="ticks have failed for"):
+            control.check_health()
+        assert not await is_serving()
+        is_broken = False
+        await let_pass(0.1)
+        control.check_health()
+        assert await is_serving()
     await control.stop()
 
 

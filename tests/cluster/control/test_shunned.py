@@ -6,10 +6,11 @@ import dataclasses
 
 import pytest
 
+from cluster.config import Policy
 from cluster.control.facts import ExportRef
 from cluster.control.shunned import RETRY_S
 from cluster.errors import HandoffFailed
-from tests.cluster.control.factory import grants, rejects
+from tests.cluster.control.factory import grants, rejects, two_pools
 from tests.cluster.control.story import Story
 
 BROKEN = {"broken_links": ("decode-0-i",)}
@@ -36,6 +37,20 @@ def test_without_another_pair_decode_workers_prefill():
     assert grants(decisions)[0].reason.startswith("no link that works: ")
     story.report("prefill-0")
     assert ends(story.want("later")) == ("prefill-0", "decode-0")
+
+
+def test_a_higher_tier_takes_a_place_over_a_link_that_works_before_a_decode_worker_prefills():
+    story = Story(
+        *two_pools(slots=1), counts={"decode": 2}, local_prefill="never", policy=Policy.PRIORITY
+    )
+    lows = [*grants(story.want("l0", priority="low")), *grants(story.want("l1", priority="low"))]
+    held = {grant.decode.worker_id: grant.grant_id for grant in lows}
+    story.done(next(grant for grant in lows if grant.decode.worker_id == "decode-0"))
+    story.report("prefill-0", **BROKEN)
+    story.report("decode-0")
+    story.report("decode-1", held["decode-1"], num_running=1, takable_blocks=(2,))
+    assert ends(story.want("high", priority="high")) == ("prefill-0", "decode-1")
+    assert ends(story.want("low", priority="low")) == ("", "decode-0")
 
 
 def test_it_is_tried_again_now_and_then_by_one_request():

@@ -1,12 +1,14 @@
-"""Orders, preemption by tier, reservations and batching of one engine, as stories."""
+"""Orders, preemption by tier, and reservations of one engine, as stories."""
 
 from dataclasses import replace
 
 import pytest
 
-from cluster.config import Batching, Policy
+from cluster.config import Policy
 from cluster.engine.rules import Rules
-from cluster.policy.batching import SETTLE_S
+from cluster.engine.sequence import SequenceState
+from cluster.engine.victims import Holdings
+from cluster.kv.block_pool import Demand
 from cluster.policy.order import Ordering
 from cluster.policy.tiers import Tiers
 from tests.factories import BLOCK_SIZE, Engine, expected_tokens
@@ -156,6 +158,65 @@ class TestPreemptionByTier:
         assert low.num_preemptions == 1
         assert AGING_S < engine.clock.now() - came < AGING_S + 1.0
 
+    def test_one_that_aged_elsewhere_keeps_its_slot(self):
+        """P-16: its time here is a part of what it has waited, and all that is measured here."""
+        engine = Engine(max_num_seqs=1, rules=BY_TIER)
+        arrived = engine.clock.now() - AGING_S
+        low = engine.add("low", priority="low", arrived=arrived, waited_s=AGING_S)
+        engine.step()
+        assert engine.scheduler.holdings(engine.clock.now()).firm == {low.key}
+        engine.add("h", priority="high", max_tokens=2)
+        engine.run_to_end()
+        assert started(engine) == ["low", "h"]
+        assert low.num_preemptions == 0
+        assert engine.end(low).queue_s < 1.0
+        engine.assert_idle()
+
+    def test_the_youngest_is_who_came_to_its_router_last(self):
+        """Whoever came to this worker last may have waited longest."""
+        engine = Engine(max_num_seqs=2, rules=BY_TIER)
+        now = engine.clock.now()
+        young = engine.add("young", priority="low", arrived=now, max_tokens=20)
+        old = engine.add("old", priority="low", arrived=now - 1.0, waited_s=1.0, max_tokens=20)
+        engine.step()
+        engine.add("h", priority="high", max_tokens=2)
+        engine.run_to_end()
+        assert (young.num_preemptions, old.num_preemptions) == (1, 0)
+
+    def test_blocks_for_growth_are_the_youngests(self):
+        """In the same tier, or without any."""
+        engine = Engine(num_blocks=20)
+        now, sizes = engine.clock.now(), {"num_prompt_tokens": 16, "max_tokens": 50}
+        young = engine.add("young", arrived=now, **sizes)
+        old = engine.add("old", arrived=now - 1.0, waited_s=1.0, **sizes)
+        engine.run_to_end()
+        assert (young.num_preemptions, old.num_preemptions) == (1, 0)
+        engine.assert_idle()
+
+    def test_of_those_whose_blocks_a_running_one_takes_the_aged_give_last(self):
+        engine = Engine(num_blocks=20, rules=BY_TIER)
+        now = engine.clock.now()
+        high = engine.add("high", priority="high", num_prompt_tokens=16, max_tokens=60)
+        aged = engine.add("aged", priority="low", arrived=now - AGING_S, num_prompt_tokens=16)
+        young = engine.add("young", priority="normal", num_prompt_tokens=28, max_tokens=50)
+        engine.run_to_end()
+        assert (high.num_preemptions, aged.num_preemptions) == (0, 0)
+        assert young.num_preemptions > 0
+        engine.assert_idle()
+
+    def test_it_wakes_when_one_that_leaves_blocks_to_an_import_has_aged(self):
+        """P-16: nobody gives any back meanwhile, and time alone lets it go on."""
+        engine = Engine(num_blocks=20, rules=BY_TIER)
+        engine.pool.allocate(12, "another")
+        low = engine.add("low", priority="low", num_prompt_tokens=16)
+        engine.pool.ask(Demand(num_blocks=9, tier=2))
+        assert engine.step() is None
+        assert engine.next_instant == low.arrived + AGING_S
+        engine.clock.advance(engine.next_instant - engine.clock.now())
+        assert running(engine.step()) == {"low"}
+        assert engine.next_instant == low.deadline
+        engine.run_to_end()
+
     def test_nobody_gives_way_for_blocks_that_others_share_with_it(self):
         """They stay with those others, so it would be in vain."""
         engine = Engine(num_blocks=20, rules=BY_TIER, has_prefix_cache=True)
@@ -184,6 +245,56 @@ class TestPreemptionByTier:
         assert [low.num_preemptions for low in lows] == [1, 1]
         engine.run_to_end()
         engine.assert_idle()
+
+    @pytest.mark.parametrize("swap_slots", [0, 20], ids=["recompute", "swap"])
+    def test_an_import_of_a_higher_tier_is_made_room_for(self, swap_slots):
+        """Who gave way leaves the blocks to it, and goes on once it has them."""
+        engine = Engine(num_blocks=20, rules=BY_TIER, swap_slots=swap_slots)
+        names = ("l1", "l2")
+        lows = [engine.add(n, priority="low", num_prompt_tokens=32, max_tokens=8) for n in names]
+        engine.step()
+        engine.pool.ask(Demand(num_blocks=9, tier=2))
+        for _ in range(3):
+            assert running(engine.step()) == {"l1"}
+        assert engine.pool.num_free >= 9
+        assert [low.num_preemptions for low in lows] == [0, 1]
+        assert engine.pool.reserve(9, "h", lows[0].key) is not None
+        engine.pool.ask(None)
+        for _ in range(8):
+            engine.step()
+        engine.pool.cancel("h")
+        engine.run_to_end()
+        for low in lows:
+            assert engine.tokens(low) == expected_tokens(low.key.request_id, 8)
+        engine.assert_idle()
+
+    def test_who_would_give_way_is_told(self):
+        engine = Engine(max_num_seqs=2, rules=replace(BY_TIER, max_preemptions=1))
+        sequences = {
+            name: engine.add(name, priority=priority, max_tokens=20)
+            for name, priority in (("l", "low"), ("n", "normal"))
+        }
+        engine.step()
+
+        def told():
+            holdings = engine.scheduler.holdings(engine.clock.now())
+            giving = {(tier, key.request_id) for tier, key in holdings.giving}
+            return giving, {key.request_id for key in holdings.firm}
+
+        assert told() == ({(0, "l"), (1, "n")}, set())
+        high = engine.add("h", priority="high", max_tokens=4)
+        engine.step()
+        assert told() == ({(1, "n"), (2, "h")}, set()), "l waits without blocks"
+        while high.state is SequenceState.RUNNING:
+            engine.step()
+        engine.step()
+        assert told() == ({(1, "n")}, {"l"}), "it runs again, for good"
+        engine.add("aged", priority="low", arrived=engine.clock.now() - AGING_S)
+        assert told() == ({(1, "n")}, {"l", "aged"})
+        engine.clock.advance(AGING_S)
+        assert told() == (set(), {"l", "n", "aged"}), "those that run age too"
+        assert Engine(rules=Rules(tiers=TIERS)).scheduler.holdings(0.0) == Holdings()
+        assert sequences["l"].num_preemptions == 1
 
     def test_nothing_is_taken_where_it_would_not_be_enough(self):
         engine = Engine(num_blocks=20, max_num_seqs=4, rules=BY_TIER)
@@ -221,6 +332,14 @@ class TestPreemptionByTier:
         engine.step()
         engine.add("high", priority="high", num_prompt_tokens=32)
         assert running(engine.step()) == {"high"}
+
+    def test_in_a_tier_the_chunks_of_who_waited_longest_come_first(self):
+        engine = Engine(chunk_tokens=16, token_budget=16, rules=BY_TIER)
+        now = engine.clock.now()
+        engine.add("young", arrived=now, num_prompt_tokens=64)
+        engine.step()
+        engine.add("old", arrived=now - 1.0, waited_s=1.0, num_prompt_tokens=32)
+        assert running(engine.step()) == {"old"}
 
     @pytest.mark.parametrize("most", [1, 3])
     def test_nobody_is_preempted_more_often_than_that(self, most):
@@ -260,87 +379,3 @@ def test_without_preemption_each_starts_with_room_for_all_that_may_come():
     assert engine.scheduler.num_preemptions == 0
     assert engine.tokens(second) == expected_tokens("b", 17)
     engine.assert_idle()
-
-
-class TestBatching:
-    def test_a_static_batch_runs_to_its_last_member(self):
-        rules = Rules(batching=Batching.STATIC, batch_size=2, preempts=False)
-        engine = Engine(max_num_seqs=4, rules=rules)
-        lengths = {"a": 2, "b": 6, "c": 3, "d": 3}
-        for name, length in lengths.items():
-            engine.add(name, num_prompt_tokens=8, max_tokens=length)
-        batches = [running(engine.step()) for _ in range(9)]
-        assert batches[:6] == [{"a", "b"}] * 2 + [{"b"}] * 4, "its slot stays empty"
-        assert batches[6:] == [{"c", "d"}] * 3
-        engine.assert_idle()
-
-    def test_a_static_batch_forms_from_what_waits(self):
-        rules = Rules(batching=Batching.STATIC, batch_size=4, preempts=False)
-        engine = Engine(rules=rules)
-        engine.add("alone", max_tokens=3)
-        engine.clock.advance(SETTLE_S)
-        assert engine.step() is None, "nobody had looked before, so it may just have come"
-        engine.clock.advance(SETTLE_S)
-        assert running(engine.step()) == {"alone"}
-        engine.add("late", max_tokens=3)
-        assert running(engine.step()) == {"alone"}
-
-    def test_those_that_come_at_once_are_one_static_batch(self):
-        """One by one, as the network brings them: to an idle worker, and when a batch has ended."""
-        rules = Rules(batching=Batching.STATIC, batch_size=8, preempts=False)
-        engine = Engine(rules=rules)
-        for batch in "ab":
-            names = {f"{batch}{i}" for i in range(7)}
-            for name in sorted(names):
-                engine.add(name, max_tokens=3)
-                assert engine.step() is None
-                assert engine.scheduler.next_instant == engine.clock.now() + SETTLE_S
-                engine.clock.advance(SETTLE_S / 2)
-            engine.clock.advance(SETTLE_S)
-            assert [running(engine.step()) for _ in range(3)] == [names] * 3
-        for index in range(8):
-            engine.add(f"c{index}", max_tokens=1)
-        assert len(engine.step().shares) == 8, "a full one waits for nobody"
-        engine.assert_idle()
-
-    def test_an_abort_or_a_deadline_ends_a_member_and_not_its_batch(self):
-        rules = Rules(batching=Batching.STATIC, batch_size=3, preempts=False)
-        engine = Engine(rules=rules)
-        aborted = engine.add("aborted", max_tokens=20)
-        engine.add("late", max_tokens=20, deadline=engine.clock.now() + 0.025)
-        engine.add("stays", max_tokens=20)
-        engine.step()
-        engine.abort(aborted)
-        engine.add("next", max_tokens=2)
-        assert running(engine.step()) == {"late", "stays"}
-        engine.step()
-        assert running(engine.step()) == {"stays"}
-        engine.run_to_end()
-        engine.clock.advance(SETTLE_S)
-        engine.run_to_end()
-        assert len(engine.log.ends) == 4
-        engine.assert_idle()
-
-    def test_a_dynamic_batch_collects_for_a_window(self):
-        rules = Rules(batching=Batching.DYNAMIC, batch_size=3, batch_window_s=0.02, preempts=False)
-        engine = Engine(rules=rules)
-        engine.add("a", max_tokens=2)
-        assert engine.step() is None
-        assert engine.scheduler.next_instant == pytest.approx(engine.clock.now() + 0.02)
-        engine.clock.advance(0.01)
-        engine.add("b", max_tokens=2)
-        assert engine.step() is None
-        engine.clock.advance(0.01)
-        assert running(engine.step()) == {"a", "b"}
-        engine.add("c", max_tokens=2)
-        assert running(engine.step()) == {"a", "b"}
-        assert engine.step() is None, "a batch of its own"
-        engine.clock.advance(0.02)
-        assert running(engine.step()) == {"c"}
-
-    def test_a_full_dynamic_batch_waits_for_nothing(self):
-        rules = Rules(batching=Batching.DYNAMIC, batch_size=2, batch_window_s=9.0, preempts=False)
-        engine = Engine(rules=rules)
-        for name in "ab":
-            engine.add(name, max_tokens=2)
-        assert running(engine.step()) == {"a", "b"}

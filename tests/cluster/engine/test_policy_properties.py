@@ -9,9 +9,10 @@ from cluster.config import Batching, Policy
 from cluster.engine.rules import Rules
 from cluster.engine.sequence import SequenceState
 from cluster.errors import Cancelled, DeadlineExceeded
+from cluster.kv.block_pool import Demand
 from cluster.policy.order import Ordering
 from cluster.policy.tiers import Tiers
-from tests.factories import BLOCK_SIZE, FAR, Engine, expected_tokens
+from tests.factories import BLOCK_SIZE, FAR, Engine, expected_tokens, make_key
 
 TIERS = Tiers(names=("low", "normal", "high"), default="normal")
 
@@ -44,6 +45,7 @@ arrivals = st.fixed_dictionaries(
         "priority": st.sampled_from(["", *TIERS.names]),
         "tenant": st.sampled_from("ab"),
         "is_imported": st.sampled_from([False, False, False, True]),
+        "lands_after": st.sampled_from([0, 0, 1, 4]),
         "gap": st.sampled_from([0, 0, 1, 1, 2, 6]),
         "aborted_after": st.sampled_from([None] * 5 + [0, 2, 7]),
         "deadline_s": st.sampled_from([FAR] * 6 + [0.03, 0.2]),
@@ -76,28 +78,60 @@ class Run:
         self.aborts = []
         self.leave_in_copy = []
         self.admitted = set()
+        self.imports = []
+        self.landing = []
 
-    def add(self, name, *, is_imported, gap, aborted_after, leaves_in_copy, deadline_s, **fields):
+    def add(self, name, *, is_imported, lands_after, gap, deadline_s, **fields):
         for _ in range(gap):
             self.step()
-        engine = self.engine
-        fields["deadline"] = engine.clock.now() + deadline_s
-        blocks = -(-fields["num_prompt_tokens"] // BLOCK_SIZE)
-        can_import = is_imported and self.rules.preempts
-        if can_import and engine.pool.reserve(blocks, "probe", (name,)) is not None:
-            engine.pool.cancel("probe")
-            fields["max_tokens"] += 1
-            sequence = engine.add_imported(name, **fields)
+        now = self.engine.clock.now()
+        fields = {"arrived": now, "deadline": now + deadline_s, **fields}
+        if is_imported and self.rules.preempts:
+            self.imports.append((name, lands_after, fields))
+            self.reserve()
         else:
-            sequence = engine.add(name, **fields)
+            self.enter(self.engine.add, name, **fields)
+
+    def enter(self, add, name, *, aborted_after, leaves_in_copy, **fields):
+        sequence = add(name, **fields)
         self.sequences.append(sequence)
         if aborted_after is not None:
             self.aborts.append([aborted_after, sequence])
         if leaves_in_copy:
             self.leave_in_copy.append(sequence)
 
+    def reserve(self):
+        """As the decode half does: the highest tier's first one gets blocks, or asks for them."""
+        pool, now = self.engine.pool, self.engine.clock.now()
+
+        def tier_of(entry):
+            return self.rules.taking_tier(entry[2]["priority"], entry[2]["arrived"], now)
+
+        while self.imports:
+            entry = max(self.imports, key=tier_of)
+            name, lands_after, fields = entry
+            num_blocks = -(-fields["num_prompt_tokens"] // BLOCK_SIZE)
+            if pool.reserve(num_blocks, f"h-{name}", make_key(name)) is None:
+                pool.ask(Demand(num_blocks=num_blocks, tier=tier_of(entry)))
+                return
+            self.imports.remove(entry)
+            self.landing.append([lands_after, name, fields])
+        pool.ask(None)
+
+    def land(self):
+        """Imports whose KV is there become sequences."""
+        for entry in self.landing:
+            entry[0] -= 1
+        for entry in [entry for entry in self.landing if entry[0] < 0]:
+            self.landing.remove(entry)
+            _, name, fields = entry
+            fields["max_tokens"] += 1
+            self.enter(self.engine.add_imported, name, **fields)
+
     def step(self):
         engine = self.engine
+        self.land()
+        self.reserve()
         for entry in self.aborts:
             entry[0] -= 1
             if entry[0] == 0:
@@ -192,7 +226,7 @@ class Run:
             return
         kept = any(s.num_preemptions for s in self.in_state(SequenceState.WAITING))
         oldest = min(s.arrived for s in left)
-        free = self.engine.pool.num_free
+        free, demand = self.engine.pool.num_free, self.engine.pool.demand
         growing = sum(1 for _ in now_running)
         for sequence in left:
             if kept or sequence.arrived > oldest + self.rules.ordering.aging_s:
@@ -201,13 +235,17 @@ class Run:
             if not self.rules.preempts:  # it starts with room for all that may come
                 num_tokens = sequence.num_prompt_tokens + sequence.params.max_tokens
             need = -(-num_tokens // BLOCK_SIZE) + 1
+            if demand is not None and demand.tier > sequence.tier:
+                need += demand.num_blocks
             assert need + growing > free, f"{sequence.key} could run"
 
     def finish(self):
         for _ in range(3000):
-            if len(self.engine.log.ends) == len(self.sequences):
+            is_over = len(self.engine.log.ends) == len(self.sequences)
+            if is_over and not (self.imports or self.landing):
                 break
             self.step()
+        assert not self.imports, "an import waits for ever"
         assert len(self.engine.log.ends) == len(self.sequences), "somebody waits for ever"
         for sequence in self.sequences:
             name, end = sequence.key.request_id, self.engine.end(sequence)
@@ -237,5 +275,34 @@ def test_whatever_comes(the_rules, the_sizes, the_arrivals):
     """P-15, P-16: nothing is over-committed, overtaken too far or left, and each ends once."""
     run = Run(the_rules, the_sizes)
     for number, fields in enumerate(the_arrivals):
+        run.add(f"r{number}", **fields)
+    run.finish()
+
+
+@given(
+    st.builds(
+        Rules,
+        ordering=st.builds(
+            Ordering,
+            policy=st.just(Policy.PRIORITY),
+            num_tiers=st.just(3),
+            aging_s=st.sampled_from([0.05, 0.2, 5.0]),
+        ),
+        tiers=st.just(TIERS),
+        max_preemptions=st.integers(1, 3),
+    ),
+    sizes,
+    st.lists(arrivals, min_size=8, max_size=30),
+    st.randoms(use_true_random=False),
+)
+@settings(max_examples=40, deadline=None)
+def test_imports_of_higher_tiers_take_blocks_and_nobody_waits_for_ever(
+    by_tier, the_sizes, the_arrivals, dice
+):
+    """P-15, P-16: whoever else takes, ages or ends meanwhile."""
+    run = Run(by_tier, the_sizes)
+    for number, fields in enumerate(the_arrivals):
+        is_imported, size = dice.random() < 0.6, dice.randint(12, 40)
+        fields = {**fields, "is_imported": is_imported, "num_prompt_tokens": size}
         run.add(f"r{number}", **fields)
     run.finish()

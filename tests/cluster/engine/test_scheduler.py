@@ -568,9 +568,9 @@ class TestDeadline:
 
     def test_the_next_one_is_known(self, make_engine):
         engine = make_engine()
-        assert engine.scheduler.next_instant is None
+        assert engine.next_instant is None
         sequences = [engine.add(f"r{i}", deadline=200.0 + i) for i in range(3)]
-        assert engine.scheduler.next_instant == 200.0
+        assert engine.next_instant == 200.0
         for sequence in sequences:
             engine.abort(sequence)
 

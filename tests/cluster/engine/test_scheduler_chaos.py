@@ -145,7 +145,7 @@ def test_chaos(seed, has_prefix_cache, swap_slots, settings):
         world.check_copies()
     world.may_disturb = False
     for _ in range(20_000):
-        if not world.step() and not world.outside and not world.engine.scheduler.next_instant:
+        if not world.step() and not world.outside and not world.engine.next_instant:
             break
     world.check_ends()
     world.engine.assert_idle()

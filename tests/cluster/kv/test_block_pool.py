@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from cluster.kv.block_pool import BlockCounts, BlockPool, OwnershipError
+from cluster.kv.block_pool import BlockCounts, BlockPool, Demand, OwnershipError
 from tests.factories import make_key
 
 
@@ -153,6 +153,22 @@ def test_subscribers_hear_of_every_way_to_become_free_and_of_nothing_else(pool):
     pool.allocate(1, make_key())
     pool.release(make_key())
     assert len(heard) == 3
+
+
+def test_subscribers_hear_who_asks_for_blocks_and_who_asks_no_more(pool):
+    heard = []
+    pool.subscribe(lambda: heard.append(pool.demand))
+    pool.ask(Demand(num_blocks=4, tier=0))
+    assert heard == [], "there is nobody below it"
+    demand = Demand(num_blocks=4, tier=1)
+    pool.ask(demand)
+    pool.ask(demand)
+    assert heard == [demand]
+    assert pool.reserve(4, "h", make_key()) is not None
+    assert heard == [demand, None], "it has them"
+    pool.ask(demand)
+    pool.ask(None)
+    assert heard == [demand, None, demand, None]
 
 
 def test_subscribers_are_called_without_the_lock(pool):

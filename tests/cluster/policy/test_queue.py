@@ -53,6 +53,33 @@ def test_who_was_preempted_goes_first_in_its_tier_and_an_export_before_all():
     assert queue.in_order(0.0) == ["r3", "r2", "r1", "r0"]
 
 
+@pytest.mark.parametrize("is_fair", [False, True])
+def test_an_export_goes_first_in_its_tier_where_tiers_take_and_before_all_when_it_has_aged(is_fair):
+    queue = fill(
+        make_queue(Policy.PRIORITY, is_fair=is_fair),
+        {"tier": 0, "ahead": Ahead.OF_TIER, "tenant": "a"},
+        {"tier": 0, "ahead": Ahead.IN_TIER},
+        {"tier": 2},
+        {"tier": 1, "ahead": Ahead.OF_TIER, "tenant": "a"},
+        {"tier": 1},
+        {"tier": 2, "ahead": Ahead.OF_TIER, "tenant": "a"},
+    )
+    queue.tenants.charge("a", 100.0)
+    assert queue.in_order(4.0) == ["r5", "r2", "r3", "r4", "r0", "r1"]
+    assert queue.in_order(5.0)[:2] == ["r0", "r5"]
+
+
+def test_a_turn_that_goes_before_an_aged_request_goes_after_the_exports_of_its_tier():
+    queue = fill(
+        make_queue(Policy.PRIORITY, is_fair=True),
+        {"tenant": "flood", "arrived": 0.0},
+        {"tenant": "modest", "arrived": 4.0},
+        {"tenant": "flood", "arrived": 4.0, "ahead": Ahead.OF_TIER},
+    )
+    queue.tenants.charge("flood", 100.0)
+    assert queue.in_order(5.0) == ["r2", "r1", "r0"]
+
+
 def test_the_tenant_that_was_served_least_is_next():
     queue = fill(make_queue(is_fair=True), *({"tenant": t} for t in ("a", "a", "a", "b", "b")))
     seen = []
@@ -112,7 +139,7 @@ tickets = st.fixed_dictionaries(
         "tenant": st.sampled_from("ab"),
         "work": st.integers(1, 5).map(float),
         "group": st.sampled_from("xyz"),
-        "ahead": st.sampled_from([Ahead.NO] * 6 + [Ahead.IN_TIER]),
+        "ahead": st.sampled_from([Ahead.NO] * 6 + [Ahead.IN_TIER, Ahead.OF_TIER]),
     }
 )
 
@@ -142,7 +169,7 @@ def test_any_coming_and_going_keeps_the_order(policy, given_tickets, data):
 
 
 def check_pair(policy, first, second, now):
-    if Ahead.IN_TIER in (first.ahead, second.ahead):
+    if first.ahead is not Ahead.NO or second.ahead is not Ahead.NO:
         return
     assert first.arrived <= second.arrived + AGING_S, "overtaken by one that is too young"
     is_equal = (first.tier, first.work) == (second.tier, second.work)

@@ -100,6 +100,36 @@ def test_full_blocks_raise_decode_though_slots_are_free():
     assert looks.look(d={"num_sequences": 7, "held_tokens": 7 * 2048})["d"] == 2
 
 
+@pytest.mark.parametrize(
+    ("shown", "bound"),
+    [
+        ({"num_sequences": 13}, "d 1 x 16 by slots"),
+        ({"num_sequences": 7, "held_tokens": 7 * 2048}, "d 1 x 8 by KV, 2048 tokens each"),
+        (
+            {"num_sequences": 7, "step_base_s": 0.01, "step_per_seq_s": 0.005},
+            "d 1 x 8 by steps of 50 ms",
+        ),
+    ],
+)
+def test_a_reason_says_what_bounds_the_workers(shown, bound):
+    looks = Looks(*pair(), tpot_target_s=0.05)
+    assert looks.look(d=shown)["d"] == 2
+    assert looks.reasons["d"].endswith(bound)
+
+
+def test_a_reason_says_whose_capacity_is_counted_and_how_it_is_known():
+    looks = Looks(
+        make_pool("new", Role.PREFILL),
+        make_pool("told", Role.PREFILL, prefill_tokens_per_s=1000.0),
+        make_pool("both", Role.MIXED),
+        make_pool("d"),
+        ttft_target_s=0.5,
+    )
+    looks.look(told={"behind_tokens": 9000}, both={"prefill_token_s": 0.001})
+    parts = "new 1 x 1000 as others do, told 1 x 1000 as declared, both 1 x 500 as measured"
+    assert looks.reasons["new"].endswith(f"18000.0 prompt tokens/s of 2500.0: {parts}")
+
+
 def test_steps_longer_than_the_target_raise_decode():
     """0.01 s and 0.005 s a sequence: 8 are within 0.05 s, and 7 of them over 80 %."""
     steps = {"step_base_s": 0.01, "step_per_seq_s": 0.005, "num_sequences": 7}
@@ -117,6 +147,19 @@ def test_decode_is_asked_for_no_more_than_prefill_can_feed():
     assert looks.look(d=steps, **waiting) == {"p": 1, "d": 1}
     looks = Looks(*pair(max=6))
     assert looks.look(d=steps, **waiting) == {"p": 6, "d": 3}, "6 times as many come"
+
+
+def test_prompts_that_find_no_place_to_decode_in_are_no_load_of_prefill():
+    """All 16 slots are taken for 50 s each and no more can be had: prefill is idle, whatever
+    waits. Where decode can grow, those it will hold are asked of prefill too."""
+    steps = {"step_base_s": 0.5, "num_sequences": 16}
+    waiting = {"num_waiting": 40, "waiting_tokens": 80_000, "expected_output_tokens": 100}
+    full = Looks(*pair()[:1], make_pool("d", max=1))
+    assert full.look(20, d=steps, **waiting) == {"p": 1, "d": 1}
+    assert Looks(*pair()).look(d=steps, **waiting) == {"p": 6, "d": 5}
+    quick = Looks(*pair()[:1], make_pool("d", max=1))
+    one_each = {**waiting, "expected_output_tokens": 1}
+    assert quick.look(d=steps, **one_each)["p"] == 6, "each place is free again within 0.5 s"
 
 
 def test_slots_that_wait_for_their_prompts_are_no_load_of_decode():
@@ -240,6 +283,54 @@ def test_what_waits_for_workers_that_start_asks_for_no_more():
     assert looks.targets["p"] > 3
 
 
+def fixed_beside_scaled(**scaling):
+    rate = {"prefill_tokens_per_s": 1000.0}
+    fixed = make_pool("f", Role.PREFILL, max=0, count=2, **rate)
+    scaled = make_pool("p", Role.PREFILL, max=4, **rate)
+    return Looks(fixed, scaled, make_pool("d"), ttft_target_s=1.0, **scaling)
+
+
+@pytest.mark.parametrize("left", [2, 1, 0])
+def test_what_waits_where_a_worker_was_lost_asks_for_more_at_once(left):
+    """Whoever was there and is gone is not one that starts; its work is there still."""
+    looks = fixed_beside_scaled()
+    looks.look(5)
+    looks.look(f={"num_workers": left})
+    queue = {"queued_tokens": 9000.0, "behind_tokens": 9000.0}
+    assert looks.look(p=queue, f={"num_workers": left})["p"] == 4
+
+
+def test_a_lost_worker_is_no_capacity_until_another_has_come():
+    """900 tokens a second are 30 % of three workers, and 90 % of the one that is left."""
+    looks = fixed_beside_scaled(quiet_s=10.0)
+    came, lost = {"computed_tokens": 0.0}, {"num_workers": 0}
+    for _ in range(30):
+        came["computed_tokens"] += 900.0
+        looks.look(p=came)
+    assert looks.targets["p"] == 1
+    came["computed_tokens"] += 900.0
+    assert looks.look(p=came, f=lost)["p"] == 2
+    for _ in range(20):
+        came["computed_tokens"] += 900.0
+        looks.look(p=came, f=lost)
+    assert looks.targets["p"] == 2
+    looks.look(30)
+    assert looks.targets["p"] == 1
+
+
+def test_what_waits_for_whoever_comes_in_a_lost_ones_place_asks_once():
+    """The worker asked for in its place starts: what waits for that asks for no other."""
+    looks = Looks(*pair())
+    looks.look(3, p={"queued_tokens": 900, "behind_tokens": 0})
+    looks.look(p={"num_workers": 0})
+    queue = {"queued_tokens": 1500.0, "behind_tokens": 1500.0, "num_workers": 0}
+    assert looks.look(p=queue)["p"] == 3
+    for second in range(20):
+        waits = 1500.0 + 100.0 * second
+        looks.look(p={"num_workers": 0, "queued_tokens": waits, "behind_tokens": waits})
+    assert looks.targets["p"] == 3
+
+
 def test_a_pool_whose_workers_never_come_is_passed_over():
     """Its hardware is sold out: the dearer pool is taken, and the cheap one not asked for more."""
     pools = (
@@ -322,7 +413,8 @@ def test_targets_are_within_their_bounds_whatever_comes(bounds, course):
 @few
 @given(bounds=st.tuples(*[sizes] * 5), course=loads, more=st.tuples(numbers, numbers, numbers))
 def test_more_load_never_asks_for_fewer_workers(bounds, course, more):
-    """With the same past, and of each pool: capacity is only ever added in the same order."""
+    """With the same past, and of each pool: capacity is only ever added in the same order. (How
+    long sequences stay is not known here: those that fill all of decoding would spare prefill.)"""
     less_of, more_of = (Looks(*heterogeneous(bounds), quiet_s=3.0) for _ in range(2))
     for load in course:
         less_of.look(**shown(load))

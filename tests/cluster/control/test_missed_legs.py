@@ -1,0 +1,88 @@
+"""Legs that their workers have never reported: taken back, and their routers told."""
+
+import pytest
+
+from cluster.config import Role
+from cluster.control.facts import ExportRef
+from cluster.errors import WorkerLost
+from tests.cluster.control.conftest import until
+from tests.cluster.control.factory import grants, make_pool, make_want, rejects
+from tests.cluster.control.story import SETTINGS, Story
+
+LATE_S = SETTINGS.unseen_grant_s + 0.5
+
+
+def after_a_while(story, **held):
+    """What is said while workers report what they hold; those not named are silent."""
+    decisions = []
+    for _ in range(round(LATE_S / 0.5)):
+        story.now += 0.5
+        for worker_id, grant_ids in held.items():
+            decisions += story.report(worker_id.replace("_", "-"), *grant_ids)
+        decisions += story.planner.tick(story.now)
+        story.planner.check()
+    return decisions
+
+
+def test_the_router_hears_of_a_prefill_leg_that_a_living_worker_never_had():
+    story = Story()
+    (grant,) = grants(story.want())
+    (reject,) = rejects(after_a_while(story, prefill_0=(), decode_0=(grant.grant_id,)))
+    assert (reject.request_id, reject.attempt) == (grant.request_id, grant.attempt)
+    assert isinstance(reject.error, WorkerLost)
+    assert reject.error.is_retryable
+    assert rejects(after_a_while(story, prefill_0=(), decode_0=(grant.grant_id,))) == [], "twice"
+
+
+def test_a_leg_that_its_worker_has_is_not_missed():
+    story = Story()
+    (grant,) = grants(story.want())
+    held = (grant.grant_id,)
+    assert rejects(after_a_while(story, prefill_0=held, decode_0=held)) == []
+
+
+def test_a_silent_worker_may_have_it():
+    """Until it is dead, which routers are told anyway."""
+    story = Story()
+    (grant,) = grants(story.want())
+    assert rejects(after_a_while(story, decode_0=(grant.grant_id,))) == []
+    assert story.view().counters["grants_taken_back"] == 1
+
+
+def test_a_decode_leg_that_is_missing_is_left_to_the_export():
+    """Its KV is offered in vain, and goes elsewhere without a new prefill."""
+    story = Story()
+    (grant,) = grants(story.want())
+    assert rejects(after_a_while(story, prefill_0=(grant.grant_id,), decode_0=())) == []
+    export = ExportRef(
+        grant_id=grant.grant_id,
+        worker_id=grant.prefill.worker_id,
+        incarnation=grant.prefill.incarnation,
+    )
+    assert grants(story.want(attempt=1, export=export))
+    assert rejects(after_a_while(story, prefill_0=(grant.grant_id,), decode_0=())) == []
+
+
+def test_a_local_leg_is_missed_where_it_should_be_computed():
+    story = Story(make_pool("mixed", Role.MIXED))
+    (grant,) = grants(story.want())
+    assert grant.prefill is None
+    (reject,) = rejects(after_a_while(story, mixed_0=()))
+    assert isinstance(reject.error, WorkerLost)
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+async def test_a_router_is_told_over_its_stream(is_held, cluster):
+    await cluster.start()
+    prefill, decode = await cluster.workers()
+    router = await cluster.router()
+    grant = await router.client.want(make_want())
+    decode.hold(grant.grant_id)
+    prefill.hold(*([grant.grant_id] if is_held else []))
+    other = await router.client.want(make_want("other"))
+    decode.hold(grant.grant_id, other.grant_id)
+    await until(lambda: ("other", 0) in [missed[:2] for missed in router.missed])
+    assert (("r", 0) in [missed[:2] for missed in router.missed]) is not is_held
+    assert all(isinstance(missed[2], WorkerLost) for missed in router.missed)
+    for each in (grant, other):
+        router.client.done(each.grant_id, 1)
