@@ -7,7 +7,8 @@ import threading
 from typing import TYPE_CHECKING
 
 from cluster.errors import EngineFault
-from cluster.rpc.faults import FaultService, FaultyLegs, FaultyLinkEvents, FaultyTap
+from cluster.rpc.fault_seam import FaultService, FaultyTap
+from cluster.rpc.faults import FaultyLegs, FaultyLinkEvents
 from cluster.transport.faults import FaultSwitch, Point, Verb
 from cluster.transport.faulty_channel import FaultyTransport
 
@@ -37,7 +38,7 @@ class FaultyRunner:
 
     def run(self, plan: Plan, on_stored: OnStored | None = None) -> Outcome:
         """Compute one step, late or not at all where the plan says so."""
-        self._pass(Point.STEP)
+        self._pass(Point.STEP, plan.num_tokens)
         if on_stored is None:
             return self._inner.run(plan)
 
@@ -47,14 +48,15 @@ class FaultyRunner:
 
         return self._inner.run(plan, tell)
 
-    def _pass(self, point: Point) -> None:
+    def _pass(self, point: Point, num_tokens: int = 0) -> None:
         firing = self._switch.at(point)
         if firing is None:
             return
         if firing.fault.verb is Verb.FAIL:
             raise EngineFault("broken on purpose", stage="step")
-        is_delay = firing.fault.verb is Verb.DELAY
-        patience_s = firing.fault.seconds if is_delay else _HELD_S
+        patience_s = _HELD_S
+        if firing.fault.verb is Verb.DELAY:
+            patience_s = firing.fault.seconds + firing.fault.seconds_per_token * num_tokens
         self._switch.wait_over(firing, patience_s, self._never)
 
 

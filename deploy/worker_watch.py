@@ -27,8 +27,7 @@ _GAP_S = 1.0
 _IDLE_S = 1.0
 """Without legs for so long, the pool is checked; the first leg after a pause shall not wait."""
 _LEAK_S = 60.0
-"""Without legs for so long, nobody holds blocks. Links may: a peer that is silent in the midst of
-a transfer is found at its timeout only."""
+"""Without legs for so long, and with nothing under way over a link, nobody holds blocks."""
 
 
 class WorkerWatch:
@@ -41,14 +40,19 @@ class WorkerWatch:
         engine: EngineLoop,
         pool: BlockPool,
         halves: Sequence[PrefillHalf | DecodeHalf],
+        are_links_moving: Callable[[], bool],
         on_fault: Callable[[BaseException], None],
     ) -> None:
+        """``are_links_moving``: what was announced goes on moving when its leg is over."""
         self._clock = clock
         self._engine = engine
         self._pool = pool
         self._halves = halves
+        self._are_links_moving = are_links_moving
         self._on_fault = on_fault
         self._ticked_at = self._awake_since = clock.now()
+        self.is_hanging = False
+        """Whether a step takes longer than it may: nobody else gives it work."""
         self._idle_since = clock.now()
         self._num_legs = self._num_legs_checked = 0
         self.num_pool_checks = 0
@@ -72,6 +76,7 @@ class WorkerWatch:
         self._ticked_at = now
         for half in self._halves:
             half.expire(now)
+        self.is_hanging = self._engine.is_hanging(now, self._awake_since)
         if self._engine.is_stalled(now, self._awake_since):
             self._on_fault(EngineFault("the step thread is stuck", stage="step"))
         self._check_pool(now)
@@ -79,7 +84,8 @@ class WorkerWatch:
     def _check_pool(self, now: float) -> None:
         """Prove the pool's books when there was work and nobody has any now; then find leaks."""
         num_legs = sum(half.book.counts["received"] for half in self._halves)
-        if num_legs != self._num_legs or any(half.book for half in self._halves):
+        is_busy = any(half.book for half in self._halves) or self._are_links_moving()
+        if num_legs != self._num_legs or is_busy:
             self._num_legs, self._idle_since = num_legs, now
             return
         try:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import logging
 from typing import TYPE_CHECKING, Protocol
 
@@ -49,8 +50,21 @@ logger = logging.getLogger(__name__)
 
 COMMIT_GRACE_S = 1.0
 """How long a decode worker may take to show that it had the KV before the prefill leg was over."""
-MAX_REDIRECTS = 8
-"""Decode workers that one export is offered to after the first; then it is computed again."""
+REDIRECT_GAP_S = 0.25
+"""Between two redirects of an export at least: a link that breaks at once is not tried in a rush.
+How often they may fail is for the export's lease and the deadline to say."""
+START_S = 1.0
+"""How long the start of a leg may be on its way."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Missed:
+    """The worker that computes has no leg of this, by what it reports."""
+
+    error: PdserveError
+
+
+_News = LegNews | Grant | PdserveError | _Missed
 
 
 class AttemptOwner(Protocol):
@@ -62,6 +76,10 @@ class AttemptOwner(Protocol):
 
     def may_go_on(self, error: PdserveError) -> bool:
         """Whether the request may be given to another worker after ``error``."""
+        ...
+
+    def age_s(self) -> float:
+        """Return the seconds since the request was accepted."""
         ...
 
     def want(self, export: ExportRef | None) -> Want:
@@ -104,14 +122,18 @@ class Attempt:
         self._replaced: list[Peer] = []
         self._leaving: set[str] = set()  # incarnations whose replaced leg has not ended
         self._handoff_id = grant.handoff_id
-        self._news: asyncio.Queue[LegNews | Grant | PdserveError] = asyncio.Queue()
+        self._news: asyncio.Queue[_News] = asyncio.Queue()
+        self._started_at = float("inf")
+        self._has_spoken = False  # whoever computes
         self._search: Search | None = None
         self._granted: Grant | None = None  # waits for the end of an old leg on the same worker
+        self._next_redirect_at = float("-inf")
 
     async def start(self) -> None:
         """Start all legs at once: none waits for the other's answer."""
         for kind in self.peers:
             await self._start(kind)
+        self._started_at = self._parts.clock.now()
 
     async def next(self) -> list[Token] | PromptLogprobs | FinishReason:
         """Wait for tokens that are due, for what was said of the prompt, or for the finish.
@@ -130,10 +152,16 @@ class Attempt:
                     self._gate.hold(come)
             elif isinstance(news, Grant):
                 self._granted = news
+            elif isinstance(news, _Missed):
+                self._leg_missed(news.error)
             else:
                 self._stop_search(news)
             if self._granted is not None:
                 await self._redirect(self._granted)
+
+    def on_leg_missed(self, error: PdserveError) -> None:
+        """Take word that the worker which computes reports no leg of this."""
+        self._news.put_nowait(_Missed(error))
 
     def abort(self, cause: AbortCause) -> None:
         """Tell the legs to end."""
@@ -179,6 +207,7 @@ class Attempt:
             priority=request.priority,
             expected_tokens=request.expected_tokens,
             prefix=self._prefix,
+            waited_s=self._owner.age_s(),
             remaining_s=request.deadline - self._parts.clock.now(),
             grant_id=self.grant_ids[-1],
             handoff_id="" if kind is LegKind.LOCAL else self._handoff_id,
@@ -186,7 +215,7 @@ class Attempt:
         )
         await self._parts.workers.start(leg, peer, self._news.put_nowait)
 
-    async def _hear(self) -> LegNews | Grant | PdserveError:
+    async def _hear(self) -> _News:
         if self.merger.doubt is None:
             return await self._news.get()
         try:
@@ -206,6 +235,7 @@ class Attempt:
         if not self._is_current(news):
             self._heard_late(news)
             return None
+        self._has_spoken |= kind is not LegKind.DECODE
         if isinstance(said, Token):
             return self.merger.token(kind, said) or None
         if isinstance(said, PromptLogprobs):
@@ -232,6 +262,18 @@ class Attempt:
             # That end may have crossed with the redirect.
             self.merger.doubt = HandoffFailed("handed over to a lost worker", stage="handoff")
         return reason
+
+    def _leg_missed(self, error: PdserveError) -> None:
+        """Fail where the start of the leg was lost, and is neither over nor still on its way."""
+        late_s = self._parts.clock.now() - self._started_at
+        if self._has_spoken or self.merger.has_decode_spoken or late_s < START_S:
+            return
+        peer = next(p for kind, p in self.peers.items() if kind is not LegKind.DECODE)
+        logger.warning("leg=%s worker=%s has never had it", self.key, peer.worker_id)
+        self._parts.workers.forget(peer, self.key)
+        self._owner.note_lost(peer.incarnation, is_death=False)
+        error.worker_id = peer.worker_id
+        raise error
 
     def _note_lost(self, kind: LegKind, error: PdserveError, *, is_death: bool) -> None:
         if not isinstance(error, WorkerLost):
@@ -262,7 +304,6 @@ class Attempt:
         return (
             LegKind.PREFILL in self.merger.open_kinds
             and not self.merger.has_decode_spoken
-            and self.num_redirects < MAX_REDIRECTS
             and self._owner.may_go_on(error)
         )
 
@@ -281,8 +322,13 @@ class Attempt:
             incarnation=holder.incarnation,
         )
         self._replaced.append(peer)
-        want = self._owner.want(export)
-        self._search = Search(want, error, parts=self._parts, on_found=self._found)
+        self._search = Search(
+            functools.partial(self._owner.want, export),
+            error,
+            parts=self._parts,
+            on_found=self._found,
+            pause_s=self._next_redirect_at - self._parts.clock.now(),
+        )
 
     def _found(self, news: Grant | PdserveError) -> None:
         if isinstance(news, Grant):
@@ -304,6 +350,7 @@ class Attempt:
             return  # the old leg's end is still to be heard, and has the same name
         self._granted = self._search = None
         self.num_redirects += 1
+        self._next_redirect_at = self._parts.clock.now() + REDIRECT_GAP_S
         self.peers[LegKind.DECODE] = decode.peer
         self._handoff_id = grant.handoff_id
         self.merger.reopen(LegKind.DECODE)
@@ -325,7 +372,7 @@ class Attempt:
         if isinstance(said, Token) and said.output_index > self.merger.first_index:
             self._parts.metrics.wasted(1)
 
-    def _waste(self, news: LegNews | Grant | PdserveError) -> None:
+    def _waste(self, news: _News) -> None:
         if isinstance(news, LegNews) and isinstance(news.said, Token):
             self._parts.metrics.wasted(self.merger.surplus(news.said))
 

@@ -250,3 +250,7 @@ class CallEvents:
     def on_worker_dead(self, worker_id: str, incarnation: str) -> None:
         """Pass on that a worker was declared dead."""
         self._events.on_worker_dead(worker_id, incarnation)
+
+    def on_leg_missed(self, request_id: str, attempt: int, error: PdserveError) -> None:
+        """Pass on that a living worker has never heard of a leg."""
+        self._events.on_leg_missed(request_id, attempt, error)

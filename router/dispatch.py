@@ -131,6 +131,12 @@ class Dispatcher:
         """Take a dead worker's legs as lost."""
         self.workers.lost(worker_id, incarnation, "declared dead by the control plane")
 
+    def on_leg_missed(self, request_id: str, attempt: int, error: PdserveError) -> None:
+        """Pass on to a request that a living worker has never heard of its leg."""
+        entry = self._lives.get(request_id)
+        if entry is not None:
+            entry[0].on_leg_missed(attempt, error)
+
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)

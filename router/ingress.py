@@ -13,7 +13,9 @@ from cluster.errors import EngineFault
 from cluster.policy.order import Ordering
 from cluster.policy.tiers import Tiers
 from cluster.rpc.client import WorkerClient
+from cluster.rpc.fault_seam import FaultService, FaultyTap
 from cluster.tls import DoorTls
+from cluster.transport.faults import FaultSwitch
 from cluster.trust import ClusterToken
 from router.api import build_api
 from router.auth import Keys
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cluster.config import DeployConfig
-    from cluster.control.connection import Tap
     from cluster.control.route_client import RouteEvents
     from cluster.request import Peer
     from cluster.rpc.client import LegEvents
@@ -46,8 +47,8 @@ class Ingress:
     Raises StartupError where the model folder can't be read or a port can't be had.
     """
 
-    def __init__(self, config: DeployConfig, model_path: Path, *, tap: Tap | None = None) -> None:
-        """``tap`` stands in the stream to the control plane, where faults are injected."""
+    def __init__(self, config: DeployConfig, model_path: Path) -> None:
+        """With ``faults.enabled``, what is said to the control plane and back can go wrong."""
         model = served_model(
             model_path,
             name=config.model.name or model_path.name,
@@ -65,6 +66,7 @@ class Ingress:
         )
         open_door.keys.check_tiers(open_door.tiers)
         token = ClusterToken.load(config.security)
+        faults = FaultSwitch() if config.faults.enabled else None
         tls = DoorTls(config.security) if config.security.has_door_tls else None
 
         def route(events: RouteEvents) -> RouteClient:
@@ -76,7 +78,7 @@ class Ingress:
                 events=events,
                 token=token,
             )
-            client.set_tap(tap)
+            client.set_tap(FaultyTap(faults) if faults is not None else None)
             return client
 
         def connect(peer: Peer, events: LegEvents) -> WorkerClient:
@@ -118,6 +120,7 @@ class Ingress:
             port=endpoints.grpc_port,
             caps=GrpcCaps(max_per_address=config.limits.max_connections_per_address),
             tls=tls,
+            services=(FaultService(faults).add_to,) if faults is not None else (),
         )
         self._clock = clock
         self._leave = Leave(service, self._http, self._grpc)

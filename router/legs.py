@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cluster.errors import IN_STEP, PdserveError, WorkerLost
+from cluster.handoff import AbortCause
 from cluster.request import (
     Beat,
     ExportWaiting,
@@ -29,7 +30,6 @@ from cluster.request import (
 from router.pulse import Pulse
 
 if TYPE_CHECKING:
-    from cluster.handoff import AbortCause
     from cluster.rpc.client import LegEvents
 
 logger = logging.getLogger(__name__)
@@ -179,6 +179,13 @@ class Workers:
             return
         assert worker.connection is not None
         self._run(worker.connection.abort_leg(key, cause))
+
+    def forget(self, peer: Peer, key: LegKey) -> None:
+        """Give up a leg that its worker has never had: nobody will say its end."""
+        self.abort(peer, key, AbortCause.FAULT)
+        worker = self._workers.get(peer.incarnation)
+        if worker is not None:
+            worker.legs.pop(key, None)
 
     def pass_to(self, peer: Peer, key: LegKey, hear: Hear) -> None:
         """Let another listen to a leg from now on, if it has not ended."""

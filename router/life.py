@@ -71,10 +71,15 @@ class Life:
         self._prefix = NO_PREFIX
         self._avoid: list[str] = []
         self._died: set[str] = set()
+        self._attempt: Attempt | None = None
 
     def remaining_s(self) -> float:
         """Seconds until the deadline."""
         return self.request.deadline - self._parts.clock.now()
+
+    def age_s(self) -> float:
+        """Seconds since it was accepted."""
+        return self._parts.clock.now() - self._accepted.accepted
 
     def cancel(self) -> bool:
         """Ask the task to end as cancelled; whether it was still running."""
@@ -108,6 +113,11 @@ class Life:
         counter.ended(end, phase=self._phase, num_output_tokens=len(self._output_ids))
         self._log(end)
 
+    def on_leg_missed(self, attempt: int, error: PdserveError) -> None:
+        """Take word that a living worker has never heard of a leg of this."""
+        if self._attempt is not None and self._attempt.key.attempt == attempt:
+            self._attempt.on_leg_missed(error)
+
     # ---- for its attempts
 
     def note_lost(self, incarnation: str, *, is_death: bool) -> None:
@@ -133,7 +143,7 @@ class Life:
             attempt=number,
             num_prompt_tokens=len(self.request.prompt_ids) + len(self._output_ids),
             max_tokens=self._num_left(),
-            waited_s=self._parts.clock.now() - self._accepted.accepted,
+            waited_s=self.age_s(),
             remaining_s=self.remaining_s(),
             avoid=tuple(self._avoid),
             export=export,
@@ -179,7 +189,7 @@ class Life:
         with self._parts.metrics.queued():
             grant = await parts.route.want(self.want())
         if not self._output_ids:
-            self._record.queue_s = self._parts.clock.now() - self._accepted.accepted
+            self._record.queue_s = self.age_s()
         return grant
 
     async def _serve(self, grant: Grant) -> Finish:
@@ -195,6 +205,7 @@ class Life:
                 prefix=self._prefix,
             )  # fmt: skip
             grant_ids, self._peers = attempt.grant_ids, attempt.peers
+            self._attempt = attempt
             self._begin()
             try:
                 await attempt.start()
@@ -210,6 +221,7 @@ class Life:
                 cause = AbortCause.CANCELLED if self._is_cancelled else AbortCause.DEADLINE
                 raise
             finally:
+                self._attempt = None
                 attempt.close(cause)
         finally:
             for grant_id in grant_ids:
@@ -246,7 +258,7 @@ class Life:
     def _emit(self, token: Token) -> bool:
         """Pass one token on; whether a stop string ends the choice with it."""
         if not self._output_ids:
-            self._record.first_token_s = self._parts.clock.now() - self._accepted.accepted
+            self._record.first_token_s = self.age_s()
             self._phase = "decode"
         self._output_ids.append(token.token_id)
         self._num_failures = 0
@@ -259,7 +271,7 @@ class Life:
         text = self._text.flush()
         if self._text.is_stopped:
             reason = FinishReason.STOP
-        total_s = self._parts.clock.now() - self._accepted.accepted
+        total_s = self.age_s()
         if self._accepted.wants_timeline and attempt.merger.open_kinds:
             await self._hear_last_words(attempt, cause)
         return Finish(

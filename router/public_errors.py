@@ -41,11 +41,16 @@ _STAGES = frozenset(
         "prefill",
         "handoff",
         "link",
+        "transfer",
+        "decode queue",
         "decode",
+        "engine",
         IN_STEP,
+        "sample",
         "cancel",
     }
 )
+"""All that a request goes through: no other name that some worker tells is passed on."""
 
 _TOLD_AT: dict[type[PdserveError], frozenset[str]] = {
     NoWorker: frozenset({"edge", "placement"}),

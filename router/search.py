@@ -19,29 +19,35 @@ class Search:
 
     def __init__(
         self,
-        want: Want,
+        want: Callable[[], Want],
         error: PdserveError,
         *,
         parts: Parts,
         on_found: Callable[[Grant | PdserveError], None],
+        pause_s: float = 0.0,
     ) -> None:
-        """``error`` is why the export needs another decode worker."""
+        """``want`` makes the want when ``pause_s`` is over.
+
+        ``error`` is why the export needs another decode worker.
+        """
         self.error = error
         self._parts = parts
         self._on_found = on_found
         self._is_stopped = False
-        self._task = asyncio.get_running_loop().create_task(self._run(want))
+        self._task = asyncio.get_running_loop().create_task(self._run(want, pause_s))
 
     def stop(self) -> None:
         """Withdraw the want, or give back the grant that crosses with this."""
         self._is_stopped = True
         self._task.cancel()
 
-    async def _run(self, want: Want) -> None:
+    async def _run(self, want: Callable[[], Want], pause_s: float) -> None:
         answer: Grant | PdserveError
         try:
             with self._parts.metrics.waiting_handoff():
-                answer = await self._parts.route.want(want)
+                if pause_s > 0:
+                    await asyncio.sleep(pause_s)
+                answer = await self._parts.route.want(want())
         except PdserveError as error:
             answer = error
         if not self._is_stopped:

@@ -102,6 +102,7 @@ def leg_to_wire(leg: Leg) -> wire.Leg:
         expected_tokens=leg.expected_tokens,
         prefix_stride_tokens=leg.prefix.stride_tokens,
         prefix_names=leg.prefix.names,
+        waited_s=leg.waited_s,
     )
 
 
@@ -124,6 +125,7 @@ def leg_from_wire(message: wire.Leg) -> Leg:
         priority=message.priority,
         expected_tokens=message.expected_tokens if message.HasField("expected_tokens") else None,
         prefix=_prefix_from_wire(message),
+        waited_s=message.waited_s,
     )
 
 

@@ -11,6 +11,8 @@ from cluster.policy.tiers import Tiers
 from cluster.request import MAX_PREFIX_NAMES, Leg, LegKind, Peer, Redirect
 from cluster.rpc.param_rules import check_params
 
+_MAX_WAITED_S = 1e7
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LegRules:
@@ -33,6 +35,8 @@ class LegRules:
             raise InvalidRequest("an id is too long", field="handoff_id")
         if not (leg.remaining_s > 0 and math.isfinite(leg.remaining_s)):
             raise DeadlineExceeded("the deadline passed on the way", stage="intake")
+        if not 0 <= leg.waited_s <= _MAX_WAITED_S:
+            raise InvalidRequest(f"not so long ago: {leg.waited_s} s", field="waited_s")
         if self.tiers is not None:
             self.tiers.rank(leg.priority)
         self._check_params(leg)

@@ -120,11 +120,12 @@ def times_of(end: SequenceEnd) -> LegTimes:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class OpenLeg:
-    """A leg that has not ended; ``deadline`` and ``arrived`` are on this worker's clock."""
+    """A leg that has not ended; instants are on this worker's clock."""
 
     leg: Leg
     sink: LegSink
     arrived: float
+    """When its router took the request: it goes on aging here."""
     deadline: float
     aborted: AbortCause | None = None
     """Set when it is given up while the engine still has it."""
@@ -149,7 +150,8 @@ class OpenLeg:
             prompt_ids=leg.prompt_ids,
             params=leg.params,
             deadline=self.deadline,
-            arrived=now,
+            arrived=self.arrived,
+            waited_s=now - self.arrived,
             output_ids=list(leg.output_ids),
             tenant=leg.tenant,
             priority=leg.priority,
@@ -190,7 +192,8 @@ class LegBook:
     def open(self, leg: Leg, sink: LegSink, now: float) -> OpenLeg:
         """Write a leg down; its key must not be open."""
         assert leg.key not in self._open, f"leg {leg.key} is open already"
-        opened = OpenLeg(leg=leg, sink=sink, arrived=now, deadline=now + leg.remaining_s)
+        arrived, deadline = now - leg.waited_s, now + leg.remaining_s
+        opened = OpenLeg(leg=leg, sink=sink, arrived=arrived, deadline=deadline)
         self._open[leg.key] = opened
         self.counts["received"] += 1
         self._on_change()

@@ -71,7 +71,7 @@ class Link:
         self._thread = LinkThread(f"link-{peer.worker_id}")
         self._staged: StagedChannel | None = None
         self._turns: LinkTurns | None = None
-        self._num_moves = 0
+        self.num_moves = 0  # transfers that were announced and are not over
         self._under_way: set[str] = set()
         """Handoffs that were offered and are not over, as far as the signals say."""
         self._used_at = self._loop.time()
@@ -109,7 +109,7 @@ class Link:
     @property
     def idle_s(self) -> float:
         """Seconds since anything was under way; 0 while something is."""
-        is_used = self._num_moves > 0 or bool(self._under_way)
+        is_used = self.num_moves > 0 or bool(self._under_way)
         return 0.0 if is_used else self._loop.time() - self._used_at
 
     def touch(self) -> None:
@@ -285,13 +285,13 @@ class Link:
 
     def _move(self, job: Callable[[], None]) -> Coroutine[Any, Any, None]:
         """Run a transfer on the link's thread, in its turn; returns what to await."""
-        self._num_moves += 1
+        self.num_moves += 1
         moving = self._thread.submit(lambda: self._in_turn(job))
         moving.add_done_callback(self._moved)
         return self._finish(moving)
 
     def _moved(self, _: asyncio.Future[None]) -> None:
-        self._num_moves -= 1
+        self.num_moves -= 1
         self.touch()
 
     def _in_turn(self, job: Callable[[], None]) -> None:

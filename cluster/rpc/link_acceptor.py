@@ -90,6 +90,11 @@ class LinkAcceptor:
         """What is told of the links that are open."""
         return tuple(link.state for link in self._links.values() if link.is_open)
 
+    @property
+    def is_moving(self) -> bool:
+        """Whether bytes are under way over one of its links."""
+        return any(link.num_moves for link in self._links.values())
+
     async def close(self) -> None:
         """Drop every link and accept no more; idempotent. The calls end by themselves."""
         self._is_closed = True

@@ -95,6 +95,11 @@ class LinkDialer:
         """What is told of the links that are open."""
         return tuple(link.state for link in self._links.values() if link.is_open)
 
+    @property
+    def is_moving(self) -> bool:
+        """Whether bytes are under way over one of its links."""
+        return any(link.num_moves for link in self._links.values())
+
     async def close(self) -> None:
         """Drop every link, and wait until their streams are gone; idempotent."""
         self._is_closed = True

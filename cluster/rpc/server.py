@@ -5,6 +5,7 @@ What an attached router is, ``attach`` and ``session`` say.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_HEALTH_BEAT_S = 0.1
+"""How late health may be told."""
+
 
 class LinkServer(Protocol):
     """Serves the Link calls of prefill workers; ``link_acceptor.LinkAcceptor`` is one."""
@@ -55,10 +59,12 @@ class WorkerServer:
         port: int = 0,
         services: Sequence[AddService] = (),
         beat: Callable[[], Beat] | None = None,
+        is_well: Callable[[], bool] = lambda: True,
         token: ClusterToken | None = None,
     ) -> None:
         """``services`` are served besides; ``beat`` says how far the engine is.
 
+        ``is_well`` says whether work may be placed here: it is looked at ten times a second.
         With a ``token``, whoever calls has to show it, and what else shows who belongs here.
         """
         self._host, self._port = host, port
@@ -66,19 +72,31 @@ class WorkerServer:
         self._token = token or ClusterToken()
         self._servicer = _Servicer(Attachments(legs, beat), links, incarnation)
         self._health = health_aio.HealthServicer()
+        self._is_well = is_well
+        self._told_well = False
+        self._telling: asyncio.Task[None] | None = None
         self._server: StandingServer | None = None
 
     async def start(self) -> str:
         """Listen, and return the address; raises StartupError where the port is taken."""
+        await self.tell_health()
         server = StandingServer(self._make)
         port = await server.start(self._port)
         self._server = server
-        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        self._telling = asyncio.create_task(self._keep_health())
         return f"{self._host}:{port}"
 
-    async def tell_draining(self) -> None:
-        """Tell health that nothing new is taken; what runs goes on."""
-        await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+    async def tell_health(self) -> None:
+        """Tell it now, and not with the next beat."""
+        statuses, self._told_well = health_pb2.HealthCheckResponse, self._is_well()
+        status = statuses.SERVING if self._told_well else statuses.NOT_SERVING
+        await self._health.set("", status)
+
+    async def _keep_health(self) -> None:
+        while True:
+            await asyncio.sleep(_HEALTH_BEAT_S)
+            if self._is_well() != self._told_well:
+                await self.tell_health()
 
     def _make(self, port: int) -> tuple[grpc.aio.Server, int]:
         server = make_server(interceptors=self._token.guards, options=SERVER_OPTIONS)
@@ -96,6 +114,9 @@ class WorkerServer:
         server, self._server = self._server, None
         if server is None:
             return
+        if self._telling is not None:
+            self._telling.cancel()
+            await asyncio.wait([self._telling])
         await self._health.enter_graceful_shutdown()
         self._servicer.close()
         await server.stop(grace_s)

@@ -121,6 +121,8 @@ class Fault:
     """Empty: any."""
     seconds_per_byte: float = 0.0
     """Of a delay at SEND, besides ``seconds``: what a slow link would take for the bytes."""
+    seconds_per_token: float = 0.0
+    """Of a delay at STEP, besides ``seconds``: what a slow worker would take for the tokens."""
 
     def __post_init__(self) -> None:
         """Refuse what can't be done."""
@@ -128,12 +130,12 @@ class Fault:
             raise InvalidRequest(f"{self.point.value} knows no {self.verb.value}", field="verb")
         if self.nth < 1 or self.times < 0 or self.seconds < 0:
             raise InvalidRequest("nth is 1 or more, times and seconds 0 or more", field="nth")
-        is_slow_link = self.verb is Verb.DELAY and self.point is Point.SEND
-        if self.seconds_per_byte < 0 or (self.seconds_per_byte and not is_slow_link):
-            raise InvalidRequest(
-                "seconds_per_byte is 0 or more, and for a delay at data.send",
-                field="seconds_per_byte",
-            )
+        for name, point in (("seconds_per_byte", Point.SEND), ("seconds_per_token", Point.STEP)):
+            value, is_its_place = getattr(self, name), self.point is point
+            if value < 0 or (value and not (self.verb is Verb.DELAY and is_its_place)):
+                raise InvalidRequest(
+                    f"{name} is 0 or more, and for a delay at {point.value}", field=name
+                )
 
     def meets(self, count: int) -> bool:
         """Whether the ``count``-th message is one that this happens to."""

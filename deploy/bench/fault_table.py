@@ -4,11 +4,15 @@ Eight clients call one after another, 100 times each at least and until the clus
 Once each has been served twenty times, one process gets ``kill -9``, or is stopped for ten seconds
 where that is said; whoever hosts the cluster replaces what died. A call has failed unless every
 token came. *p50 after* is of the good calls that began five seconds or more after the fault and
-ended before the replacement was there; where it came sooner, of all that began so late.
+ended before the replacement was there; where it came sooner, of all that began so late, and the row
+says so.
 *Replaced* is when the new worker has got its first leg. With one worker of each kind a call may
 fail where nobody was left who could serve it: between the death of the only decode worker and its
 replacement, and never at the death of the prefill worker, as decode workers prefill, too. Each
-failure says that one may try again, or that the deadline passed, and at which stage.
+failure says that one may try again, or that the deadline passed, and at which stage. The eight have
+calls under way then, which wait for the replacement; so others call meanwhile, with half a second
+for each call, and are refused by name. *Workers declared dead* is the control plane's own count: a
+worker that is declared dead and lives comes back under its old name.
 
 Each fault is a scenario that can be run alone, by its name: ``fault-table/2p2d-decode``.
 """
@@ -20,11 +24,12 @@ import sys
 import threading
 import time
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from cluster.config import Role
-from cluster.errors import PdserveError
+from cluster.errors import BY_CODE, PdserveError
 from deploy.bench import victims
 from deploy.bench.load import Ask, Call, Load, failures, p50_s
 from deploy.bench.report import Bar, Row
@@ -39,8 +44,12 @@ if TYPE_CHECKING:
 NAME = "fault-table"
 _NONE = Bar(subject="value", relation="<=", limit=0.0)
 _P50 = Bar(subject="ratio", relation="<=", limit=1.5)
+_ALL = Bar(subject="ratio", relation=">=", limit=1.0)
 _REPLACED = Bar(subject="value", relation="<=", limit=20.0)
 _WAIT_S = 600.0
+_GAP_CLIENTS, _GAP_S = 2, 0.5
+"""Who calls while the only decode worker is away, and how long each call has."""
+_IN_A_WHILE = (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)
 SINGLE = ("1p1d-prefill", "1p1d-decode")
 """Scenarios with one worker of each kind: what nobody can serve fails by name."""
 SPARE = ("2p2d-prefill", "2p2d-decode", "2p2d-control-killed", "2p2d-control-paused")
@@ -109,7 +118,7 @@ class _Table:
             self._victims.wait_whole(self._size.replace_s)
             return killed_at, time.monotonic()
 
-        return self._control("kill -9 of the control plane", strike)
+        return self._control("kill -9 of the control plane", strike, is_another=True)
 
     def control_paused(self) -> list[Row]:
         """Stop the control plane, and let it go on."""
@@ -120,36 +129,54 @@ class _Table:
             self._victims.wait_whole(self._size.replace_s)
             return stopped_at, time.monotonic()
 
-        return self._control(f"control plane stopped {self._size.pause_s:g} s", strike)
+        what = f"control plane stopped {self._size.pause_s:g} s"
+        return self._control(what, strike, is_another=False)
 
     # ---- inside
 
     def _worker_killed(self, role: Role) -> list[Row]:
-        dead = None
+        is_spare = self._shape == "2P+2D"
+        is_gap = role is Role.DECODE and not is_spare
+        meanwhile: list[Call] = []
 
         def strike() -> tuple[float, float]:
-            nonlocal dead
             dead = self._victims.first(role)
-            return victims.kill(dead.worker.pid), self._replaced_at(dead)
+            killed_at = victims.kill(dead.worker.pid)
+            if not is_gap:
+                return killed_at, self._replaced_at(dead)
+            ask = replace(self._size.ask, timeout_s=_GAP_S)
+            with Load(self._doors, num_clients=_GAP_CLIENTS, ask=ask) as load:
+                replaced_at = self._replaced_at(dead)
+            meanwhile.extend(load.calls)
+            return killed_at, replaced_at
 
         story = self._tell(f"{role.value} killed", strike)
         what = f"{self._shape}, kill -9 of a {role.value} worker"
-        is_spare = self._shape == "2P+2D"
         rows = [
             self._failed(story, what, _NONE if is_spare else None),
             self._servable(story, what, role),
-            self._untyped(story, what),
+            self._untyped([*story.calls, *meanwhile], what),
             self._row(f"{what}: replaced", story.repaired - story.at, "s", bar=_REPLACED),
         ]
+        if is_gap:
+            rows.append(self._told(meanwhile, what))
         return [*rows, *self._p50(story, what)] if is_spare else rows
 
-    def _control(self, what: str, strike: Callable[[], tuple[float, float]]) -> list[Row]:
-        before = {w.worker.incarnation for w in self._victims.workers()}
+    def _control(
+        self, what: str, strike: Callable[[], tuple[float, float]], *, is_another: bool
+    ) -> list[Row]:
+        """``is_another``: the one after the fault has no counts of before."""
+        self._victims.wait_whole(self._size.replace_s)
+        before = 0.0 if is_another else self._victims.num_declared_dead()
         story = self._tell(what, strike)
-        after = {w.worker.incarnation for w in self._victims.workers()}
+        num_dead = self._victims.num_declared_dead() - before
         what = f"{self._shape}, {what}"
-        dead = self._row(f"{what}: workers lost", len(before - after), "workers", bar=_NONE)
-        return [self._failed(story, what, _NONE), dead]
+        num_again = sum(call.num_attempts > 1 for call in story.calls)
+        return [
+            self._failed(story, what, _NONE),
+            self._row(f"{what}: workers declared dead", num_dead, "workers", bar=_NONE),
+            self._row(f"{what}: calls that began anew elsewhere", num_again, "calls", bar=_NONE),
+        ]
 
     def _tell(self, what: str, strike: Callable[[], tuple[float, float]]) -> _Story:
         """Run the clients round one fault."""
@@ -209,17 +236,30 @@ class _Table:
             failed = [c for c in failed if not story.at <= c.ended <= story.repaired]
         return self._row(f"{what}: failed and could be served", len(failed), "calls", bar=_NONE)
 
-    def _untyped(self, story: _Story, what: str) -> Row:
-        untyped = sum(not call.is_typed for call in story.calls)
+    def _untyped(self, calls: list[Call], what: str) -> Row:
+        untyped = sum(not call.is_typed for call in calls)
         return self._row(f"{what}: failed without a reason", untyped, "calls", bar=_NONE)
+
+    def _told(self, meanwhile: list[Call], what: str) -> Row:
+        """Count who was told to come back, of those who came when nobody was there."""
+        refused = [call for call in meanwhile if call.error]
+        told = sum(
+            call.is_typed and BY_CODE[call.error].http_status in _IN_A_WHILE for call in refused
+        )
+        text = f"{what}: refused meanwhile as 503 or 504 with its stage, of {len(refused)}"
+        return self._row(text, told, "calls", float(max(1, len(refused))), _ALL)
 
     def _p50(self, story: _Story, what: str) -> list[Row]:
         before = p50_s(story.calls, story.began, story.at)
         since, end = story.at + self._size.settle_s, max(call.ended for call in story.calls)
-        after = p50_s(story.calls, since, story.repaired) or p50_s(story.calls, since, end)
+        after = p50_s(story.calls, since, story.repaired)
+        is_with_heir = after is None
+        if is_with_heir:
+            after = p50_s(story.calls, since, end)
         if before is None or after is None:
             raise PdserveError(f"{what}: no good call to take the p50 of", stage="bench")
-        text = f"{what}: p50 from {self._size.settle_s:g} s after on, vs before"
+        whose = "the replacement's among them" if is_with_heir else "the survivors' alone"
+        text = f"{what}: p50 from {self._size.settle_s:g} s after on, {whose}, vs before"
         return [self._row(text, after * 1e3, "ms", before * 1e3, _P50)]
 
     def _row(

@@ -33,6 +33,7 @@ class Ask:
 
     num_prompt_tokens: int = 64
     max_tokens: int = 32
+    timeout_s: float = _CALL_TIMEOUT_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,8 @@ class Call:
     is_typed: bool = True
     """False where the failure does not say that one may try again, or that the deadline passed, or
     at which stage of the request it happened."""
+    num_attempts: int = 1
+    """How often it was placed, as its end says; of failed calls nothing is known."""
 
     @property
     def seconds(self) -> float:
@@ -125,17 +128,20 @@ class Load:
 
 def one_call(client: Client, ask: Ask, draw: random.Random) -> Call:
     """Make one call and tell what became of it; never raises."""
-    started, error, is_typed, num_tokens = time.monotonic(), "", True, 0
-    reason = ""
+    started, error, reason, is_typed = time.monotonic(), "", "", True
+    num_tokens, num_attempts = 0, 1
     try:
         pieces = client.generate(
             prompt_ids=pb.TokenIds(ids=prompt_ids(ask.num_prompt_tokens, draw)),
             max_tokens=ask.max_tokens,
             temperature=0.0,
             ignore_eos=True,
-            timeout_s=_CALL_TIMEOUT_S,
+            timeout_s=ask.timeout_s,
+            timeline=True,
         )
-        num_tokens = sum(len(piece.token_ids) for piece in pieces)
+        for piece in pieces:
+            num_tokens += len(piece.token_ids)
+            num_attempts = max(num_attempts, piece.timeline.num_attempts)
         if num_tokens != ask.max_tokens:
             error, is_typed = f"{num_tokens} tokens of {ask.max_tokens}", False
     except PdserveError as failure:
@@ -145,7 +151,12 @@ def one_call(client: Client, ask: Ask, draw: random.Random) -> Call:
     except Exception as failure:
         error, reason, is_typed = type(failure).__name__, str(failure), False
     return Call(
-        started=started, ended=time.monotonic(), error=error, reason=reason, is_typed=is_typed
+        started=started,
+        ended=time.monotonic(),
+        error=error,
+        reason=reason,
+        is_typed=is_typed,
+        num_attempts=num_attempts,
     )
 
 

@@ -78,6 +78,16 @@ class Victims:
         except PdserveError:
             return None
 
+    def num_declared_dead(self) -> float:
+        """Return how many workers this control plane has declared dead.
+
+        Raises PdserveError where it doesn't answer.
+        """
+        view = self.view()
+        if view is None:
+            raise PdserveError("the control plane does not say who died", stage="bench")
+        return view.counters["workers_died"]
+
     def workers(self) -> list[WorkerView]:
         """Return those that are alive, as far as the control plane can be asked."""
         view = self.view()

@@ -20,6 +20,8 @@ from router.grpc_api.keys import KeyGuard
 from router.grpc_api.malformed import MessageGuard
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     import grpc.aio
 
     from cluster.tls import DoorTls
@@ -30,6 +32,8 @@ _ROLES = ("prefill", "decode")
 """Each is a service of its own to those who ask after its health."""
 _MIN_PING_INTERVAL_MS = 900
 """Clients may ping once a second, whether they have calls open or not."""
+_LAST_WORDS_S = 0.25
+"""For the status of a call that has just ended to go out: else its client hears UNAVAILABLE."""
 
 
 class GrpcDoor:
@@ -43,14 +47,16 @@ class GrpcDoor:
         port: int,
         caps: GrpcCaps | None = None,
         tls: DoorTls | None = None,
+        services: Sequence[Callable[[grpc.aio.Server], None]] = (),
     ) -> None:
-        """With ``tls``, nothing else is spoken."""
+        """With ``tls``, nothing else is spoken. ``services`` add themselves to the server."""
         self._service = service
         self._host = host
         self.port = port
         """Once it is open, where."""
         self._caps = caps or GrpcCaps()
         self._tls = tls
+        self._services = services
         self._server = StandingServer(self._make)
         self._health = _Health()
         self._beats: list[asyncio.Task[None]] = []
@@ -78,7 +84,7 @@ class GrpcDoor:
         await self._tell_health(self._service.readiness())
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Refuse new calls and end those that run after ``grace_s``; idempotent."""
+        """Refuse new calls and end those that run after ``grace_s``, or a moment; idempotent."""
         beats, self._beats = self._beats, []
         for beat in beats:
             beat.cancel()
@@ -86,7 +92,7 @@ class GrpcDoor:
             await asyncio.wait(beats)
             await self._health.enter_graceful_shutdown()
             self._health.end_watches()
-            await self._server.stop(grace_s)
+            await self._server.stop(max(grace_s, _LAST_WORDS_S))
 
     def _make(self, port: int) -> tuple[grpc.aio.Server, int]:
         server = make_server(
@@ -96,6 +102,8 @@ class GrpcDoor:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
+        for add_to in self._services:
+            add_to(server)
         address = f"{self._host}:{port}"
         try:
             if self._tls is None:

@@ -9,12 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import grpc
-
 from cluster.clock import SystemClock
 from cluster.control.server import ControlServer
-from cluster.rpc.faults import FaultService, FaultyTap
-from cluster.transport.faults import FaultSwitch
 from deploy import worker_main
 from router.ingress import Ingress
 
@@ -48,23 +44,17 @@ def run_control(config: DeployConfig) -> None:
     asyncio.run(serve())
 
 
-def run_router(config: DeployConfig, model: Path, fault_port: int) -> None:
-    """Be a router, whose fault switch is reached at ``fault_port``; SIGTERM drains it."""
+def run_router(config: DeployConfig, model: Path) -> None:
+    """Be a router; SIGTERM drains it."""
 
     async def serve() -> None:
-        switch = FaultSwitch()
-        server = grpc.aio.server()
-        FaultService(switch).add_to(server)
-        server.add_insecure_port(f"{config.endpoints.host}:{fault_port}")
-        await server.start()
-        ingress = Ingress(config, model, tap=FaultyTap(switch))
+        ingress = Ingress(config, model)
         told = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
         await ingress.start()
         _say_ready()
         await told.wait()
         await ingress.stop(config.limits.drain_s)
-        await server.stop(None)
 
     asyncio.run(serve())
 

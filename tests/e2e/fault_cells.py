@@ -77,6 +77,7 @@ HEARD_BY = {
 LEAVING = (Point.ABORT, Point.LEG_ABORT)
 """What is said because the client left."""
 CONTROL_KINDS = {Point.CONTROL_OUT: ("want", "done"), Point.CONTROL_IN: ("grant",)}
+"""What a router says and hears of each request; other kinds are played in fewer states."""
 BREAKS, STAYS_BROKEN = "breaks", "stays broken"
 
 NO_WORKER = "no worker"
@@ -85,6 +86,16 @@ NOT_YET = "not yet"
 PAST = "past"
 NO_BYTES = "no bytes"
 ELSEWHERE = "torch_dist"
+NO_STEP = "no step"
+SNAPSHOT = "snapshot"
+SAME_WORD = "same word"
+ANSWERED = "answered"
+TOLD_TWICE = "told twice"
+OPENING = "opening"
+AT_THE_END = "at the end"
+OF_OPERATORS = "operators'"
+OF_OTHERS = "of others"
+NO_REFUSAL = "no refusal"
 REASONS = {
     NO_WORKER: "nobody has granted the request, so no worker and no link has anything of it",
     NO_HANDOFF: "no handoff is under way, so no message of one is",
@@ -92,7 +103,35 @@ REASONS = {
     PAST: "this was said and heard before the state began, and is not said again",
     NO_BYTES: "all KV has landed: what is left to be sent is a token, in a manifest without bytes",
     ELSEWHERE: "played over torch_dist: what moves the bytes can make no difference",
+    NO_STEP: "its worker computes nothing here: it is through with it, or waits for KV",
+    SNAPSHOT: "each tells all there is anew, once a second too: played where that changes most",
+    SAME_WORD: "has the worker do what leg.abort does, which is played wherever there is a leg",
+    ANSWERED: "its want was answered: who leaves withdraws none, and gives the grant back",
+    TOLD_TWICE: "the stream to the worker breaks too: played where that one carries tokens",
+    OPENING: "opens a stream, on which nothing was said yet: it is lost with its stream only",
+    AT_THE_END: "said by a worker that has nothing left (test_drain), or whose step has failed",
+    OF_OPERATORS: "what an operator orders, and no request: test_drain, test_set_role",
+    OF_OTHERS: "another client's word on a request, by its id: tests of cluster.control",
+    NO_REFUSAL: "said here of a leg that was lost, and of nothing else: it would be a second fault",
 }
+ROUTERS, WORKERS = "control's stream", "worker's stream"
+_OUT, _IN = Point.CONTROL_OUT, Point.CONTROL_IN
+UNPLAYED = {
+    (ROUTERS, _OUT, "hello"): OPENING,
+    (ROUTERS, _IN, "welcome"): OPENING,
+    (ROUTERS, _IN, "cancel"): OF_OTHERS,
+    (ROUTERS, _OUT, "cancel_request"): OF_OTHERS,
+    (ROUTERS, _OUT, "cancel_result"): OF_OTHERS,
+    (ROUTERS, _IN, "cancel_result"): OF_OTHERS,
+    (ROUTERS, _IN, "reject"): NO_REFUSAL,
+    (WORKERS, _OUT, "register"): OPENING,
+    (WORKERS, _IN, "accepted"): OPENING,
+    (WORKERS, _IN, "refused"): OPENING,
+    (WORKERS, _OUT, "leave"): AT_THE_END,
+    (WORKERS, _IN, "drain"): OF_OPERATORS,
+    (WORKERS, _IN, "role"): OF_OPERATORS,
+}
+"""Messages to and from the control plane of which there is no row, by whose stream it is."""
 
 
 class Kind(enum.Enum):
@@ -104,6 +143,9 @@ class Kind(enum.Enum):
     MESSAGE = "message"
     LEAVING = "message after the client left"
     CONTROL = "message of the control plane's stream"
+    REPORT = "message of a worker's stream"
+    DEATH = "message of a worker's death"
+    ENGINE = "step"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,12 +160,18 @@ class Row:
     role: Role | None = None
     """Of the worker that hears the message."""
     peer: str = ""
+    states: tuple[str, ...] = ()
+    """Where it is played, if not wherever it can be."""
+    elsewhere: str = ""
+    """Why not in the other states."""
 
     def __str__(self) -> str:
         return f"{self.component}: {self.fault}"
 
     def obstacle(self, state: str) -> str:
         """Return why there is no cell in this state; empty where there is one."""
+        if self.states:
+            return "" if state in self.states else self.elsewhere
         if state == "wanted":
             is_there = self.kind in (Kind.CONTROL, Kind.CLIENT) or (
                 self.kind is Kind.PROCESS and self.component in ("control", "router")
@@ -166,34 +214,28 @@ class Cell:
     def is_own(self) -> bool:
         """Whether the message needs no holding, for it ends the state."""
         if self.row.kind is Kind.CONTROL:
-            return self.state == "wanted"
+            return self.state in ("wanted", "waiting") and not self.row.states
         return self.row.kind is Kind.MESSAGE and self.state not in ("stored", "redirected")
 
     @property
     def nth(self) -> int:
-        """Which of the messages it is."""
-        return 2 if self.state == "sending" else 1
+        """Which of the messages it is: an export that waits has been wanted and granted before."""
+        is_again = self.state == "waiting" and self.row.peer in ("want", "grant")
+        is_second = self.state == "sending" and self.row.kind is not Kind.CONTROL
+        return 2 if is_second or is_again else 1
 
     @property
     def may_fail(self) -> bool:
-        """Only whoever loses his own router, leaves, or is nowhere may see that."""
+        """Only whoever loses his own router or leaves may see that."""
         row = self.row
-        return (row.component, row.fault) == ("router", "kill") or self.is_left or self.is_nowhere
+        return (row.component, row.fault) == ("router", "kill") or self.is_left
 
     @property
-    def is_nowhere(self) -> bool:
-        """Whether a living worker never hears of its leg: only the deadline ends it.
-
-        The stream to it is one TCP connection: it loses no message without breaking.
-        """
+    def kills(self) -> bool:
+        """Whether a process dies of it."""
         row = self.row
-        is_start = (row.point, row.verb) == (Point.LEG, Verb.DROP)
-        return is_start and row.role is Role.PREFILL
-
-    @property
-    def deadline_s(self) -> float:
-        """The victim's."""
-        return 5.0 if self.is_nowhere else 15.0
+        is_failure = row.kind is Kind.ENGINE and row.verb is Verb.FAIL
+        return row.fault == "kill" or row.kind is Kind.DEATH or is_failure
 
     @property
     def is_left(self) -> bool:
@@ -202,8 +244,12 @@ class Cell:
 
     @property
     def is_forgotten_late(self) -> bool:
-        """Whether the control plane has to find out by itself that the request is over."""
-        return self.row.kind is Kind.CONTROL and self.row.fault == "drop done"
+        """Whether the control plane has to find out by itself that the request is over.
+
+        Of a grant that was lost its router tells nothing, where the export's lease was over first.
+        """
+        is_want_withdrawn = self.row.fault == "drop grant" and self.state == "waiting"
+        return self.row.fault == "drop done" or is_want_withdrawn
 
 
 def rows() -> Iterator[Row]:
@@ -223,13 +269,43 @@ def rows() -> Iterator[Row]:
     yield from _rows_of(Kind.LEAVING, "link", Point.ABORT)
     for point, kinds in CONTROL_KINDS.items():
         for kind in kinds:
-            yield from _rows_of_stream(point, kind)
+            yield from _rows_of_stream(Kind.CONTROL, ROUTERS, point, kind)
+    yield from _rare_rows()
 
 
-def _rows_of_stream(point: Point, kind: str) -> Iterator[Row]:
+def _rare_rows() -> Iterator[Row]:
+    """Return faults that say nothing new in most states."""
+    yield from _rows_of_stream(Kind.CONTROL, ROUTERS, _IN, "view", ("streaming",), SNAPSHOT)
+    yield from _rows_of_stream(Kind.DEATH, ROUTERS, _IN, "dead", ("streaming",), TOLD_TWICE)
+    yield from _rows_of_stream(Kind.LEAVING, ROUTERS, _OUT, "cancel", ("wanted",), ANSWERED)
+    both = ("granted", "streaming")
+    yield from _rows_of_stream(Kind.REPORT, WORKERS, _OUT, "report", both, SNAPSHOT)
+    yield from _rows_of_stream(Kind.LEAVING, WORKERS, _IN, "abort", ("streaming",), SAME_WORD)
+    for role, point, state in (
+        (Role.PREFILL, Point.STEP, "granted"),
+        (Role.PREFILL, Point.STORED, "stored"),
+        (Role.DECODE, Point.STEP, "streaming"),
+    ):
+        for verb in _verbs(point):
+            fault, states = f"{verb.value} {point.value}", (state,)
+            yield Row(
+                Kind.ENGINE, role.value, fault, point, verb, role, states=states, elsewhere=NO_STEP
+            )
+
+
+def _rows_of_stream(
+    part: Kind,
+    component: str,
+    point: Point,
+    kind: str,
+    states: tuple[str, ...] = (),
+    elsewhere: str = "",
+) -> Iterator[Row]:
     for verb in _verbs(point):
         fault = f"{verb.value} {kind}"
-        yield Row(Kind.CONTROL, "control's stream", fault, point, verb, peer=kind)
+        yield Row(
+            part, component, fault, point, verb, peer=kind, states=states, elsewhere=elsewhere
+        )
 
 
 def _rows_of(kind: Kind, component: str, point: Point, role: Role | None = None) -> Iterator[Row]:

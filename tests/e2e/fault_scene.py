@@ -29,6 +29,8 @@ SLOW_STEPS = fault("delay", Point.STEP.value, times=0, seconds=_STEP_S)
 _FAILS = fault(Verb.FAIL.value, Point.RECEIVED.value)
 _UNANSWERED = fault(Verb.DROP.value, Point.OFFER.value)
 """Makes a handoff fail and leaves its link open."""
+_UNHEARD = fault(Verb.DROP.value, Point.LEG_ABORT.value, times=0)
+"""Nobody hears from a router that a leg is given up."""
 
 
 class NotEntered(Exception):
@@ -57,6 +59,9 @@ class Scene:
             Kind.MESSAGE: self._break_message,
             Kind.LEAVING: self._leave,
             Kind.CONTROL: lambda cell, victim: self._break_stream(cell, victim, bystander),
+            Kind.REPORT: self._break_report,
+            Kind.DEATH: self._hide_death,
+            Kind.ENGINE: self._break_step,
         }
         plays[cell.row.kind](cell, victim)
         victim.wait_end()
@@ -160,8 +165,10 @@ class Scene:
 
     def _break_stream(self, cell: Cell, victim: Stream, bystander: Stream) -> None:
         """A fault of the router's stream to the control plane."""
-        there = _broken(cell)
+        there = _broken(cell, nth=cell.nth)
         if cell.is_own:
+            if STATES[cell.state].breaks_first:
+                self._set(Role.DECODE, _FAILS)
             self._set(None, there)
             victim.start()
             victim.wait_end()
@@ -175,13 +182,49 @@ class Scene:
         self._release()
         bystander.wait_end()
 
+    def _break_report(self, cell: Cell, victim: Stream) -> None:
+        """A fault of what the worker tells when it is let go."""
+        holder = self._enter(cell.state, victim)
+        self._cluster.faults(holder).set(_broken(cell), SLOW_STEPS)
+        victim.wait_end()
+        self._wait_held([holder])
+
+    def _hide_death(self, cell: Cell, victim: Stream) -> None:
+        """The router does not hear from the control plane, or later, or twice, that one died."""
+        holder = self._enter(cell.state, victim)
+        self._set(None, _broken(cell))
+        self._cluster.kill(holder)
+        victim.wait_end()
+        self._wait_held([self._router])
+
+    # ---- steps
+
+    def _break_step(self, cell: Cell, victim: Stream) -> None:
+        """The next step is late, or fails, and then its worker gives up by itself."""
+        if cell.row.point is Point.STORED:
+            # It ends its state by itself.
+            self._set(cell.row.role, _broken(cell))
+            victim.start()
+            self._wait_held(self._of(cell.row.role))
+            victim.wait_end()
+            return
+        holder = self._enter(cell.state, victim)
+        self._cluster.faults(holder).set(_broken(cell))
+        if cell.kills:
+            assert self._cluster.wait_exit(holder, 15) > 0
+        else:
+            self._wait_held([holder])
+        victim.wait_end()
+
     # ---- clients and links
 
     def _leave(self, cell: Cell, victim: Stream) -> None:
         """The client leaves; where a message is to be broken, it is one that says so."""
         is_message = cell.row.kind is Kind.LEAVING
         if is_message:
-            self._extra = (_broken(cell),)
+            # The control plane has its word only where the router's does not arrive.
+            first = [_UNHEARD] if cell.row.peer == "abort" else []
+            self._extra = (*first, _broken(cell))
         self._enter(cell.state, victim)
         victim.leave()
         if is_message:
@@ -189,7 +232,7 @@ class Scene:
         self._release()
 
     def _has_extra_fired(self) -> bool:
-        return any(self._fired(name)[-1] for name in self._cluster.pools)
+        return any(self._fired(name)[-1] for name in (self._router, *self._cluster.pools))
 
     def _break_link(self, cell: Cell, victim: Stream) -> None:
         """The decode worker's end breaks, and every later one too where it stays broken."""

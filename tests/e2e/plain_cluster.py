@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import random
@@ -46,8 +47,9 @@ if TYPE_CHECKING:
 REPO = Path(__file__).resolve().parents[2]
 
 
-_PORTS = range(20000, 32000)
-"""Below those that the kernel gives to outgoing connections: nobody takes one in the meantime."""
+_PORTS = itertools.cycle(random.sample(range(20000, 32000), 12000))
+"""Below those that the kernel gives to outgoing connections: nobody takes one in the meantime. None
+comes again soon: a cluster that starts beside this one may not listen at its own yet."""
 
 
 def free_ports(count: int) -> list[int]:
@@ -55,7 +57,7 @@ def free_ports(count: int) -> list[int]:
     ports: list[int] = []
     with contextlib.ExitStack() as stack:
         while len(ports) < count:
-            each, port = stack.enter_context(socket.socket()), random.choice(_PORTS)
+            each, port = stack.enter_context(socket.socket()), next(_PORTS)
             with contextlib.suppress(OSError):
                 each.bind(("127.0.0.1", port))
                 ports.append(port)

@@ -114,9 +114,8 @@ class ProcessCluster:
         self.pools = {
             f"{pool.name}-{index}": pool for pool in config.pools for index in range(pool.count)
         }
-        named = [*self.pools, *self.routers]
-        self.ports = dict(zip(named, free_ports(len(named)), strict=True))
-        """Of the workers, and of the routers' fault switches."""
+        self.ports = dict(zip(self.pools, free_ports(len(self.pools)), strict=True))
+        """Of the workers."""
         self.target = children.run_worker
         """What the process of a worker runs."""
         self.ask_view: Callable[[ProcessCluster], ClusterView] = view_of
@@ -163,7 +162,7 @@ class ProcessCluster:
             target, arguments = children.run_control, (self.config,)
         elif name in self.routers:
             config = self.routers[name].config
-            target, arguments = children.run_router, (config, self.model, self.ports[name])
+            target, arguments = children.run_router, (config, self.model)
         else:
             target, arguments = self.target, (self._worker_arguments(name),)
         process = _forks.Process(
@@ -246,14 +245,20 @@ class ProcessCluster:
     # ---- what it says
 
     def faults(self, name: str) -> Faults:
-        """The switch of a worker, or that between a router and the control plane."""
+        """The switch of a worker, or that between a router and the control plane.
+
+        A router's is reached by its gRPC door, so not where several share that.
+        """
         if name not in self._faults:
+            assert name in self.pools or not self._are_doors_shared
             host = self.config.endpoints.host
-            self._faults[name] = Faults(f"{host}:{self.ports[name]}")
+            is_router = name in self.routers
+            address = self.routers[name].grpc if is_router else f"{host}:{self.ports[name]}"
+            self._faults[name] = Faults(address)
         return self._faults[name]
 
     def clear_faults(self) -> None:
-        for name in self.ports:
+        for name in (*self.routers, *self.pools):
             if name in self.processes:
                 self.faults(name).clear()
 

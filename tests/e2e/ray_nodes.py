@@ -35,9 +35,15 @@ _STORE_BYTES = 80 << 20
 class RayNodes:
     """The address, and the raylet of each node by its number; the head is not among them."""
 
-    def __init__(self, address: str, raylet_pids: list[int]) -> None:
+    def __init__(self, address: str, raylet_pids: list[int], folder: Path) -> None:
         self.address = address
         self.raylet_pids = raylet_pids
+        self._folder = folder
+
+    def serve_log(self) -> str:
+        """Return what Serve's controller has logged so far, the policy's reasons among it."""
+        logs = self._folder.glob("ray/session_latest/logs/serve/controller_*.log")
+        return "".join(path.read_text() for path in sorted(logs))
 
 
 @contextlib.contextmanager
@@ -63,7 +69,7 @@ def ray_nodes(nodes: Sequence[dict[str, object]]) -> Iterator[RayNodes]:
             line = process.stdout.readline()
             assert line, (Path(folder) / "log").read_text()
             told = json.loads(line)
-            yield RayNodes(told["address"], told["raylets"])
+            yield RayNodes(told["address"], told["raylets"], Path(folder))
         finally:
             process.stdin.close()
             try:

@@ -4,7 +4,7 @@ import pytest
 
 from tests.e2e.fault_cells import STATES
 from tests.e2e.fault_scene import Scene
-from tests.e2e.leaving import DOORS, GrpcCall, narrow_pair
+from tests.e2e.leaving import DOORS, GAUGES_S, GrpcCall, narrow_pair
 from tests.e2e.plain_cluster import wait_until
 from tests.e2e.pool_books import wait_proven
 from tests.e2e.process_cluster import fault, process_cluster
@@ -30,7 +30,10 @@ def cluster(tiny_llama, tmp_path_factory):
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("state", SINGLE)
 def test_leaving_in_mid_handoff_gives_everything_back(state, door, cluster):
-    """CASES P-11: between "prefilled" and "admitted", and in mid-transfer, nobody keeps blocks."""
+    """CASES P-11: between "prefilled" and "admitted", and in mid-transfer, nobody keeps blocks.
+
+    What a link is reading is held until it has read, and seen to be free as soon as it is.
+    """
     cluster.wait_quiet()
     before = cluster.metrics()
     # STEP 1: the handoff stands still.
@@ -41,7 +44,7 @@ def test_leaving_in_mid_handoff_gives_everything_back(state, door, cluster):
     DOORS[door].leave(call)
     assert cluster.faults(holder).clear()[0] == 1
     cluster.clear_faults()
-    cluster.wait_quiet(3)
+    cluster.wait_quiet(GAUGES_S)
     after = cluster.metrics()
 
     def increase(name: str) -> float:
@@ -65,7 +68,7 @@ def test_after_leaving_at_most_the_step_that_runs_and_one_more_are_computed(door
     wait_until(lambda: _num_generated(cluster) >= before + 3, 10, "it does not decode")
     at_leaving = _num_generated(cluster)
     DOORS[door].leave(call)
-    cluster.wait_quiet(1)
+    cluster.wait_quiet(GAUGES_S)
     assert decode.clear()[0] >= 3, "the steps were not slow"
     assert _num_generated(cluster) - at_leaving <= 3, "a report may be a step late"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import threading
@@ -18,11 +19,14 @@ from deploy import cli, orders
 from tests.e2e.leaving import report_of
 from tests.e2e.plain_cluster import make_config, wait_until
 from tests.e2e.process_cluster import CONTROL, fault, process_cluster
+from tests.e2e.stale_router import knock_until_late
 from tests.e2e.streams import Prompts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 NUM_PROMPT, NUM_TOKENS = 96, 96
 NUM_STREAMS = 6
+STEP_S = 0.05
+"""So long a step takes where streams must outlast what is done meanwhile."""
 LONG_S, SHORT_S = 40.0, 1.5
 """To drain: longer than any stream here, and shorter than each."""
 
@@ -65,7 +69,9 @@ def is_draining(cluster, name: str) -> bool:
 
 
 def num_legs(cluster, name: str) -> float:
-    return report_of(cluster, name).counters["legs_received"]
+    """Those that it has taken."""
+    counters = report_of(cluster, name).counters
+    return counters["legs_received"] - counters["legs_rejected"]
 
 
 def num_resumed(cluster) -> float:
@@ -101,17 +107,28 @@ def check(prompts: Prompts, streams) -> None:
 
 
 def test_a_decode_worker_ends_its_streams_and_takes_no_more(cluster, prompts):
-    """CASES P-27: SIGTERM one D: 0 failures, no new work, exit 0 within the grace."""
+    """CASES P-27: SIGTERM one D: readiness flips first, no new work after 1 s, 0 failures, exit 0.
+
+    Beside the router that hears of it there is one that does not, and goes on sending legs.
+    """
     resumed = num_resumed(cluster)
-    streams = running_streams(cluster, prompts)
+    streams = running_streams(cluster, prompts, step_s=STEP_S)
     assert report_of(cluster, "decode-0").num_running > 0
     told_at = time.monotonic()
-    cluster.terminate("decode-0")
+    peer = next(w.worker for w in cluster.view().workers if w.worker.worker_id == "decode-0")
+    knocks = asyncio.run(knock_until_late(peer, lambda: cluster.terminate("decode-0")))
+    taken = [knock.was_serving for knock in knocks if not knock.error]
+    assert taken[0], "legs like these were refused all the time"
+    assert not all(taken), "it did not say that it leaves before it refused"
+    refused = [knock for knock in knocks if knock.error]
+    assert not any(knock.was_serving for knock in refused), "it refused before it said why"
+    assert knocks[-1].error == "the worker drains", "it takes new work after a second"
     wait_until(lambda: is_draining(cluster, "decode-0"), 5, "it does not say that it drains")
     assert health_of(cluster, "decode-0") == health_pb2.HealthCheckResponse.NOT_SERVING
     num_before = num_legs(cluster, "decode-0")
-    later = running_streams(cluster, prompts, range(NUM_STREAMS, NUM_STREAMS + 3))
-    assert is_draining(cluster, "decode-0")
+    numbers = range(NUM_STREAMS, NUM_STREAMS + 3)
+    later = running_streams(cluster, prompts, numbers, step_s=STEP_S)
+    assert is_draining(cluster, "decode-0"), "its streams were too short for this"
     assert num_legs(cluster, "decode-0") == num_before, "new work came to it"
     check(prompts, streams)
     assert cluster.wait_exit("decode-0", LONG_S) == 0

@@ -26,6 +26,8 @@ PREFILL_STEP_S, DECODE_STEP_S = 0.12, 0.04
 NUM_SHORT = 20
 AGING_S = 1.0
 PACE_S = 0.1
+MAX_SECOND_TOKEN_S = 1.0
+"""After the first one, of whoever has its room on the decode worker: some steps there."""
 SHORTS = {Policy.FCFS: {}, Policy.PRIORITY: {"priority": "high"}}
 """How the short ones ask, by policy."""
 
@@ -144,9 +146,10 @@ def test_a_giant_that_the_decode_worker_has_no_room_for_is_passed_for_a_while(
         holder.wait_tokens(2)
         giant = asks.giants.stream(cluster.grpc, 0)
         wait_until(lambda: cluster.view().num_waiting == 1, 5, "it has room")
-        # STEP 2: Short ones come all the time, until it is served.
+        # STEP 2: Short ones come all the time, until it decodes: its first token says only that
+        # the prefill worker is through with it.
         shorts: list[Stream] = []
-        while not giant.tokens:
+        while len(giant.tokens) < 2:
             assert time.monotonic() < giant.started_at + 20, "it starves"
             number = len(shorts) % NUM_SHORT
             shorts.append(asks.shorts.stream(cluster.grpc, number, **SHORTS[policy]))
@@ -165,4 +168,6 @@ def test_a_giant_that_the_decode_worker_has_no_room_for_is_passed_for_a_while(
         assert latest - giant.started_at <= AGING_S + PACE_S
         assert len(passed) < len(shorts), "it was served before the bound"
         assert giant.times[0] > holder.ended_at
+        # STEP 4: Nor do they pass it on the decode worker.
+        assert giant.times[1] - giant.times[0] <= MAX_SECOND_TOKEN_S, giant.times
         cluster.wait_quiet()

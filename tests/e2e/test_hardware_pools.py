@@ -2,9 +2,12 @@
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import os
 import subprocess
+import sys
 import time
+from pathlib import Path
 
 import httpx
 import psutil
@@ -33,6 +36,7 @@ ASKS = {
     "decode-new": {"node_labels": {"rack": "new"}},
 }
 """What each pool asks for, in the order of the nodes that have it."""
+SERVE = [str(Path(sys.executable).with_name("serve"))]
 NUM_AT_ONCE, MAX_ASKED = 6, 120
 FAIL_S = 60.0
 ROLES = {name: Role(name.partition("-")[0]) for name in ASKS}
@@ -132,6 +136,67 @@ def test_what_has_no_room_is_refused_with_its_pool(deployed, tiny_llama, tmp_pat
     refused = Deployed(more, deployed.nodes, tmp_path).command("plan", timeout_s=60)
     assert "pool prefill-h100: 1 of 2 workers fit" in refused.stderr
     assert httpx.get(f"{deployed.http}/health/ready").status_code == 200
+
+
+def test_a_second_ray_of_this_host_gets_no_door_of_the_first(deployed, tiny_llama, tmp_path):
+    """Point 9: neither by `pdserve deploy`, which looks first, nor by `serve run`, by the routers.
+
+    With a control port of its own nothing else would tell them apart: the kernel would spread what
+    comes over the doors of both.
+    """
+    config = make_config(tiny_llama, {"both": (Role.MIXED, 1)})
+    ours, doors = deployed.config.endpoints, config.endpoints
+    doors = dataclasses.replace(doors, http_port=ours.http_port, grpc_port=ours.grpc_port)
+    config = dataclasses.replace(config, endpoints=doors)
+    with ray_nodes(()) as nodes:
+        second = Deployed(config, nodes, tmp_path)
+        refused = second.command("deploy", timeout_s=FAIL_S)
+        assert refused.returncode == 1
+        for key, port in (("http_port", doors.http_port), ("grpc_port", doors.grpc_port)):
+            assert f"port {port} (endpoints.{key}) is taken" in refused.stderr, refused.stderr
+        built = tmp_path / "serve.yaml"
+        subprocess.run([*PDSERVE, "build", str(second.file), "--out", str(built)], check=True)
+        serve_run = subprocess.Popen(
+            [*SERVE, "run", str(built), f"--address={nodes.address}"],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ | ENVIRONMENT,
+        )  # fmt: skip
+        try:
+            told = f"is a door of another cluster, on the Ray at {deployed.nodes.address}: "
+            wait_until(lambda: told in nodes.serve_log(), FAIL_S, "no router of it was refused")
+        finally:
+            serve_run.kill()
+            serve_run.wait(10)
+            RunState(doors.control_port).clear(10)
+    # Each connection is another one of the kernel's choices.
+    assert {httpx.get(f"{deployed.http}/health/ready").status_code for _ in range(30)} == {200}
+
+
+def test_a_serve_that_hangs_is_told_within_a_minute(deployed):
+    """Point 9: its calls have no timeout; what serves goes on meanwhile."""
+    controller = controller_of(deployed.nodes.address)
+    controller.suspend()
+    try:
+        began = time.monotonic()
+        for name in ("deploy", "down"):
+            refused = deployed.command(name, timeout_s=FAIL_S)
+            assert refused.returncode == 1
+            assert "Ray Serve has not answered for" in refused.stderr, refused.stderr
+            assert time.monotonic() - began < FAIL_S
+            began = time.monotonic()
+        assert httpx.get(f"{deployed.http}/health/ready").status_code == 200
+    finally:
+        controller.resume()
+
+
+def controller_of(address: str) -> psutil.Process:
+    """Serve's, on the Ray at this address: of all on this machine, and there may be others."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, IndexError):
+            if process.cmdline()[0].startswith("ray::ServeController") and any(
+                address in word for word in process.parent().cmdline()
+            ):
+                return process
+    raise AssertionError("Serve has no controller")
 
 
 def test_an_update_that_stands_still_ends_with_its_pool(deployed, tmp_path):

@@ -17,11 +17,11 @@ import pytest
 
 from cluster.config import Host, Role, TransportKind
 from deploy.run_state import RunState
-from tests.e2e.plain_cluster import make_config
-from tests.e2e.ray_cluster import ray_cluster
+from tests.e2e.plain_cluster import REPO, make_config
+from tests.e2e.ray_cluster import PDSERVE, ray_cluster
 
 pytestmark = pytest.mark.ray
-README = Path(__file__).parents[2] / "README.md"
+README = REPO / "README.md"
 _NOT_ALWAYS = {"ray::RuntimeEnvAgent"}
 """Processes that listen for a part of their life."""
 
@@ -81,6 +81,34 @@ def listeners(on_ray) -> list[Listener]:
 def test_every_listener_is_documented(on_ray):
     """S-03, with two router replicas up: wide ones only where the table says so and why."""
     check_table(listeners(on_ray))
+
+
+@pytest.mark.slow
+def test_ray_listens_to_nobody_without_the_token_of_its_run(on_ray):
+    """S-04: whoever else has an account on this machine reaches these ports, too."""
+    (gcs,) = [found for found in listeners(on_ray) if found.title == "gcs_server"]
+    token = {"RAY_AUTH_TOKEN": psutil.Process(gcs.pid).environ()["RAY_AUTH_TOKEN"]}
+    address = f"{gcs.ip}:{gcs.port}"
+    environment = os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "RAY_AUTH_MODE": "token",
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # else Ray looks for it at another address
+    }
+    tried = {
+        name: subprocess.Popen(
+            [*PDSERVE, "plan", REPO / "deploy/configs/trial.yaml", "--cluster", address],
+            env=environment | foreign, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for name, foreign in {
+            "ours": token,
+            "another": {"RAY_AUTH_TOKEN": "f" * 64},
+            "none": {"RAY_AUTH_MODE": "disabled"},
+        }.items()
+    }  # fmt: skip
+    said = {name: process.communicate(timeout=90)[0] for name, process in tried.items()}
+    refused = {name for name, text in said.items() if re.search("(?i)authenticat", text)}
+    assert refused == {"another", "none"}, said
+    assert "no Ray answers" not in said["ours"], said
 
 
 def check_table(found: list[Listener]) -> None:

@@ -192,8 +192,10 @@ def test_set_up_installs_the_project_and_gives_it_the_token(site):
     assert done.returncode == 0, done.stderr
     (package,) = (site.folder / ENVIRONMENT).glob("lib/python*/site-packages/cluster/__init__.py")
     assert package.is_file()
-    made = (site.folder / ".pdserve" / "cluster-token").read_text()
+    file = site.folder / ".pdserve" / "cluster-token"
+    made = file.read_text()
     assert len(made.strip()) == 64
+    assert file.stat().st_mode & 0o777 == 0o600
     assert site.cluster_token_file.read_text() == made
     assert site.cluster_token_file.stat().st_mode & 0o777 == 0o600
 
@@ -212,14 +214,14 @@ def test_a_cluster_comes_up_and_serves_who_has_its_tokens(site, config):
     url = f"http://{HEAD}:{config.endpoints.http_port}/v1/completions"
     assert httpx.post(url, json=ask, timeout=60).raise_for_status().json()["choices"]
 
-    # Ray itself, too, talks to nobody without its token.
-    stranger = site.environment | {"HOME": str(site.folder / "nobody")}
-    (site.folder / "nobody").mkdir()
-    refused = subprocess.run(
-        [*PDSERVE, "plan", str(site.deploy_file), "--cluster", f"{HEAD}:{site.port}"],
-        env=stranger, capture_output=True, text=True, timeout=90, check=False,
-    )  # fmt: skip
-    assert refused.returncode != 0
+    # Ray's server talks to nobody with another token or none: its clients send what they have.
+    for foreign in ({"RAY_AUTH_TOKEN": "f" * 64}, {"RAY_AUTH_MODE": "disabled"}):
+        refused = subprocess.run(
+            [*PDSERVE, "plan", str(site.deploy_file), "--cluster", f"{HEAD}:{site.port}"],
+            env=site.environment | foreign, capture_output=True, text=True, timeout=90, check=False,
+        )  # fmt: skip
+        assert refused.returncode != 0
+        assert re.search("(?i)authenticat", refused.stdout + refused.stderr), refused
     said = site.run_told("ray exec deploy/ray/aws.yaml 'pdserve down", timeout_s=90)
     RunState(config.endpoints.control_port).clear(10)
     assert "taken away" in said

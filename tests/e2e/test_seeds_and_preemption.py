@@ -1,5 +1,8 @@
 """A seed belongs to its request, and a preempted request ends as an undisturbed one."""
 
+import logging
+from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -15,6 +18,8 @@ from tests.e2e.plain_cluster import (
     wait_until,
     with_pool,
 )
+
+logger = logging.getLogger(__name__)
 
 PROMPTS = [[7 + 31 * i + j * j % 97 for j in range(10 + i)] for i in range(6)]
 SEEDED = {"temperature": 0.9, "seed": 42, "max_tokens": 48}
@@ -120,15 +125,20 @@ def long_asks(colocated) -> list[tuple[list[int], dict]]:
 
 
 def test_preempted_requests_end_as_undisturbed_ones(colocated, disaggregated):
-    """CASES P-15: ids, text and reason as with a big pool, though blocks ran out many times."""
+    """CASES P-15: ids, text and reason as with a big pool, though each has lost its blocks."""
     asks = long_asks(colocated)
     expected = [generate(colocated, prompt, **ask) for prompt, ask in asks]
     assert [reason for _, _, reason in expected] == ["length"] * 4 + ["stop"] * 2
-    for _ in range(2):
+    num_preempted = Counter[int]()
+    for order in (range(6), range(5, -1, -1)):
         before = count(disaggregated, "decode-0", "preemptions")
-        assert generate_all(disaggregated, asks) == expected
-        assert count(disaggregated, "decode-0", "preemptions") - before > 0
+        for number, (answer, times) in generate_in_turn(disaggregated, asks, order).items():
+            assert answer == expected[number]
+            num_preempted[number] += times.num_preemptions
         disaggregated.wait_quiet()
+        assert count(disaggregated, "decode-0", "preemptions") - before >= 3
+    logger.info("preempted: %s", num_preempted)
+    assert all(num_preempted[number] for number in range(6)), num_preempted
     assert count(colocated, "mixed-0", "preemptions") == 0
 
 
@@ -138,13 +148,14 @@ def test_swapped_requests_end_as_undisturbed_ones_and_compute_nothing_twice(colo
     asks = long_asks(colocated)
     expected = [generate(colocated, prompt, **ask) for prompt, ask in asks]
     before = num_swapped(swapping)
-    with ThreadPoolExecutor(len(asks)) as pool:
-        answers = list(pool.map(lambda ask: generate_timed(swapping, *ask), asks))
-    assert [answer for answer, _ in answers] == expected
+    answers, times = generate_all_timed(swapping, asks)
+    assert answers == expected
     assert num_swapped(swapping) > before
-    assert sum(times.num_preemptions for _, times in answers) > 0
-    for _, times in answers[:4]:
-        assert times.num_computed_tokens == NUM_LONG_TOKENS - 1
+    nums = [each.num_preemptions for each in times]
+    logger.info("preempted: %s", nums)
+    assert sum(nums) > 0
+    for each in times[:4]:
+        assert each.num_computed_tokens == NUM_LONG_TOKENS - 1
     assert sum(count(swapping, f"decode-{i}", "swaps_refused") for i in range(2)) == 0
     swapping.wait_quiet()
 
@@ -179,6 +190,28 @@ def generate_timed(cluster, prompt: list[int], ask: dict):
     return (ids, "".join(piece.text for piece in pieces), reason), times
 
 
+def generate_all_timed(cluster, asks: list[tuple[list[int], dict]]):
+    """All of them at once; returns the answers, and the times of their decode legs."""
+    with ThreadPoolExecutor(len(asks)) as pool:
+        pairs = list(pool.map(lambda ask: generate_timed(cluster, *ask), asks))
+    return [answer for answer, _ in pairs], [times for _, times in pairs]
+
+
+def generate_in_turn(cluster, asks: list[tuple[list[int], dict]], order: Sequence[int]):
+    """Two by two, the next as soon as those before have their places: who came last gives way.
+
+    Returns the answers and the times of their decode legs, by number.
+    """
+    with ThreadPoolExecutor(len(asks)) as pool:
+        futures = {}
+        for number in order:
+            if futures and len(futures) % 2 == 0:
+                num = len(futures)
+                wait_until(lambda num=num: cluster.view().num_granted >= num, 10, "no place")
+            futures[number] = pool.submit(generate_timed, cluster, *asks[number])
+    return {number: future.result() for number, future in futures.items()}
+
+
 def test_both_choices_of_a_preempted_request_end_as_undisturbed_ones(colocated, disaggregated):
     """CASES P-15: n=2, which share their prompt's blocks, beside others that take theirs."""
     ask = {"temperature": 0.9, "seed": 5, "max_tokens": NUM_LONG_TOKENS, "n": 2}
@@ -191,6 +224,7 @@ def test_both_choices_of_a_preempted_request_end_as_undisturbed_ones(colocated, 
         assert generate_choices(disaggregated, PROMPTS[0], **ask) == expected
         beside.result()
     assert count(disaggregated, "decode-0", "preemptions") - before > 0
+    disaggregated.wait_quiet()
 
 
 def generate_choices(cluster, prompt: list[int], **ask) -> dict[int, list[int]]:

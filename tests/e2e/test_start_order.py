@@ -20,6 +20,7 @@ from cluster.config import Role
 from cluster.control.status import get_cluster
 from cluster.errors import NoWorker
 from cluster.trust import ClusterToken
+from deploy.cores import holders
 from tests.e2e.plain_cluster import make_config, view_of, wait_until, with_pool
 from tests.e2e.process_cluster import CONTROL, ProcessCluster
 from tests.e2e.ray_cluster import PDSERVE
@@ -184,23 +185,15 @@ def test_a_pool_that_comes_up_in_part_ends_the_start(starts, tiny_llama):
     """One of two is killed while it loads: Serve alone would try again, for ever."""
     start = starts(make_config(tiny_llama, {**PAIR, "decode": (Role.DECODE, 2)}))
     start.control = f"127.0.0.1:{start.config.endpoints.control_port}"
-    lease = start.state.cores_dir / "decode-1.lock"
-    start.wait_for(lambda start: pid_in(lease))
-    os.kill(pid_in(lease), signal.SIGSTOP)
+    start.wait_for(lambda start: "decode-1" in holders(start.state.cores_dir))
+    pid = holders(start.state.cores_dir)["decode-1"].pid
+    os.kill(pid, signal.SIGSTOP)
     start.wait_for(lambda start: num_reports(start, "decode-0") >= 3)
-    os.kill(pid_in(lease), signal.SIGKILL)
+    os.kill(pid, signal.SIGKILL)
     assert start.process.wait(FAIL_S) == 1
     assert time.monotonic() - start.began < FAIL_S
     assert "decode failed to start: its process was killed" in start.text()
     start.assert_nothing_left()
-
-
-def pid_in(lease) -> int:
-    """The process that holds a place; 0 where none does."""
-    try:
-        return int(lease.read_text())
-    except (OSError, ValueError):
-        return 0
 
 
 def num_reports(start, worker_id: str) -> int:

@@ -16,6 +16,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from cluster import config as deploy_config
 from cluster.config import Device, Host, Role, TransportKind
+from deploy.cores import holders
 from deploy.run_state import RunState
 from tests.e2e.plain_cluster import REPO, make_config
 from tests.e2e.ray_cluster import PDSERVE
@@ -122,10 +123,8 @@ def has_raylet(start) -> bool:
 
 def worker_pid(start) -> int:
     """The process that holds a place of the decode pool, from before it loads anything."""
-    try:
-        return int((start.state.cores_dir / "decode-0.lock").read_text())
-    except (OSError, ValueError):
-        return 0
+    holder = holders(start.state.cores_dir).get("decode-0")
+    return holder.pid if holder is not None else 0
 
 
 def is_serving(start) -> bool:

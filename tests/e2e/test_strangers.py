@@ -154,14 +154,22 @@ async def test_a_transfer_replayed_in_its_midst_and_afterwards_changes_nothing(c
 async def test_an_offer_that_no_leg_asked_for_gets_no_memory(cluster):
     """CASES S-13: the receiver accepts only what was registered with it."""
     stranger = await stranger_of(cluster)
+    dropped = await counter(cluster, "segments_dropped")
     async with stranger.link() as link:
         offer = Offer(handoff_id="forged", key=LegKey("r", 0, 0), num_blocks=4, num_tokens=64)
         link.signal(offer)
         await stranger.replay(link, "forged", "r")
-        report = await asyncio.to_thread(report_of, cluster)
-        assert report.blocks.importing == 0
+        await until_counted(cluster, "segments_dropped", dropped + 1)
+        assert await places_taken(cluster) == 0
         refused = await stranger.until_heard(AbortHandoff)
+        assert await places_taken(cluster) == 0
     assert refused.handoff_id == "forged"
+
+
+async def places_taken(cluster) -> int:
+    """Blocks of the decode worker that something is to be written into."""
+    blocks = (await asyncio.to_thread(report_of, cluster)).blocks
+    return blocks.importing + blocks.fenced + blocks.held
 
 
 class Canary:

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from cluster.config import Role
+from deploy.bench.restarts import slope
 from deploy.bench.victims import Footprint
 from tests.e2e.plain_cluster import make_config, wait_until, with_pool
 from tests.e2e.process_cluster import CONTROL, fault, process_cluster
@@ -31,6 +32,10 @@ RETRIED_S = 5.0
 """So soon each request is through: the dead are known after three seconds at most."""
 UNUSED_S, WATCHED_S, PACE_S = 2.0, 3.5, 0.25
 """Nobody is sent to a dead worker after the first of these; calls come until the second."""
+SLOW_STEPS = fault("delay", "engine.step", times=0, seconds=0.1)
+"""On who decodes: nobody is through before all are there."""
+SLOPE = 0.2
+"""Of what a survivor holds, per restart."""
 MORE_S = 1.0
 """Than usual may the first request after a restart take."""
 
@@ -48,6 +53,16 @@ def make_shape(model, num_prefill: int, num_decode: int, **options):
 
 def incarnations(cluster, role: Role) -> set[str]:
     return {w.worker.incarnation for w in cluster.view().workers if w.worker.role is role}
+
+
+def wait_in_flight(cluster, load: int) -> None:
+    """Wait until so many have a grant, or wait for one: what happens now meets them all."""
+
+    def are_there() -> bool:
+        view = cluster.view()
+        return view.num_granted + view.num_waiting == load
+
+    wait_until(are_there, 10, f"{load} are not in flight")
 
 
 def counter(cluster, worker_id: str, name: str) -> float:
@@ -83,13 +98,15 @@ def test_a_dead_prefill_worker_costs_nobody_a_token(moment, prefill_shape, promp
     pids = {name: cluster.pid(name) for name in others}
     before = incarnations(cluster, Role.DECODE)
     lost = [lost_legs(cluster, name) for name in others if name != "decode-0"]
-    cluster.faults(holder).set(plan)
+    cluster.faults("decode-0").set(*([plan] if side == "decode" else []), SLOW_STEPS)
+    if side == "prefill":
+        cluster.faults(holder).set(plan)
     streams = [prompts.stream(cluster.grpc, number) for number in range(NUM_IN_FLIGHT)]
     cluster.faults(holder).wait_fired()
+    wait_in_flight(cluster, NUM_IN_FLIGHT)
     killed_at = time.monotonic()
     cluster.kill("prefill-0")
-    if side == "decode":
-        cluster.faults(holder).clear()
+    cluster.faults("decode-0").clear()
     check_all(prompts, streams, within_s=RETRIED_S, since=killed_at)
     assert any(s.timeline.num_attempts > 1 for s in streams), "it had no part in any"
     cluster.wait_quiet()
@@ -116,11 +133,14 @@ def test_a_prefill_worker_that_stood_still_is_taken_back(prefill_shape, prompts)
     """CASES P-19: SIGSTOP for longer than it takes to be declared dead, then SIGCONT."""
     cluster = prefill_shape
     pids = {name: cluster.pid(name) for name in cluster.processes}
+    cluster.faults("decode-0").set(SLOW_STEPS)
     cluster.faults("prefill-0").set(fault("hold", "data.send", nth=5))
     streams = [prompts.stream(cluster.grpc, number) for number in range(NUM_IN_FLIGHT)]
     cluster.faults("prefill-0").wait_fired()
+    wait_in_flight(cluster, NUM_IN_FLIGHT)
     stopped_at = time.monotonic()
     with cluster.stopped("prefill-0"):
+        cluster.faults("decode-0").clear()
         threading.Event().wait(PAUSE_S)
         check_all(prompts, streams, within_s=RETRIED_S, since=stopped_at)
     cluster.faults("prefill-0").clear()
@@ -134,26 +154,32 @@ def test_a_prefill_worker_that_stood_still_is_taken_back(prefill_shape, prompts)
 def decode_shape(tiny_llama, tmp_path_factory):
     """One prefill and two decode workers; each decode worker takes ten of this test's requests."""
     config = make_shape(tiny_llama, 1, 2, kv_tokens=16 * 90)
+    config = with_pool(config, "prefill", kv_tokens=16 * 180)  # room for all that wait to leave
     with process_cluster(config, tiny_llama, tmp_path_factory.mktemp("decode")) as cluster:
         yield cluster
 
 
-@pytest.mark.parametrize("load", [10, 20], ids=["half-load", "full-load"])
+@pytest.mark.parametrize(("load", "num_held"), [(10, 4), (20, 10)], ids=["half-load", "full-load"])
 @pytest.mark.parametrize("moment", ["waiting", "mid-transfer", "streaming"])
-def test_a_dead_decode_worker_costs_nobody_a_token(moment, load, decode_shape, prompts):
+def test_a_dead_decode_worker_costs_nobody_a_token(moment, load, num_held, decode_shape, prompts):
     """CASES P-20: the streams go on elsewhere, with nothing repeated and nothing lost.
 
+    So many are on the worker that dies: all that it takes, or about half of that.
     Calls come all the while: none of those that come two seconds after the death or later is
     sent to the dead worker, by its first try or by any other.
     """
     cluster = decode_shape
     holds = {"waiting": "signal.offer", "mid-transfer": "data.received", "streaming": "engine.step"}
     nth = {"waiting": 2, "mid-transfer": 3, "streaming": 15}[moment]
-    cluster.faults("decode-0").set(fault("hold", holds[moment], nth=nth))
+    cluster.faults("decode-0").set(fault("hold", holds[moment], nth=nth), SLOW_STEPS)
+    cluster.faults("decode-1").set(SLOW_STEPS)
     streams = [prompts.stream(cluster.grpc, number) for number in range(load)]
     cluster.faults("decode-0").wait_fired()
+    wait_in_flight(cluster, load)
+    wait_until(lambda: num_on(cluster, "decode-0") >= num_held, 5, "it has less than that")
     killed_at = time.monotonic()
     cluster.kill("decode-0")
+    cluster.faults("decode-1").clear()
     late = call_until(cluster, prompts, killed_at + WATCHED_S)
     check_all(prompts, streams, within_s=RETRIED_S, since=killed_at)
     assert any(s.timeline.num_attempts > 1 or s.timeline.num_redirected for s in streams)
@@ -167,6 +193,12 @@ def test_a_dead_decode_worker_costs_nobody_a_token(moment, load, decode_shape, p
     cluster.wait_quiet()
     cluster.restart("decode-0")
     cluster.wait_whole()
+
+
+def num_on(cluster, worker_id: str) -> int:
+    """How many of those in flight have a grant to decode there."""
+    worker = next(w for w in cluster.view().workers if w.worker.worker_id == worker_id)
+    return worker.num_granted + len(worker.report.held_grants)
 
 
 def call_until(cluster, prompts: Prompts, instant: float) -> list[Stream]:
@@ -219,19 +251,31 @@ def test_twenty_restarts_at_the_same_address_leave_nothing_behind(tiny_llama, tm
             ):
                 seen = _restart(cluster, victim, 4, background, normal_s)
                 warm = footprints(cluster, others)
-                seen |= _restart(cluster, victim, 16, background, normal_s)
+                looks = []
+                for _ in range(16):
+                    seen |= _restart(cluster, victim, 1, background, normal_s)
+                    looks.append(footprints(cluster, others))
                 assert len(seen) == 20, "an incarnation came twice"
+                assert growing(looks) == []
                 # The last dead link's thread may be in a transfer, which ends within 5 s.
                 wait_until(
                     lambda warm=warm, others=others: not grown(warm, footprints(cluster, others)),
                     10,
                     "a survivor holds more than before",
                 )
+            survivors = ("prefill-0", "decode-0", "router-0")
+            warm, term = footprints(cluster, survivors), cluster.view().term
             for _ in range(2):
-                cluster.kill(CONTROL)
+                pid = cluster.kill(CONTROL)
                 cluster.restart(CONTROL)
                 cluster.wait_whole()
+                assert cluster.pid(CONTROL) != pid
+                assert cluster.view().term > term, "it speaks for the one before"
+                term = cluster.view().term
                 assert _timed(cluster, prompts) <= normal_s + MORE_S
+            wait_until(
+                lambda: not grown(warm, footprints(cluster, survivors)), 10, "a stream was left"
+            )
         for number, stream in background.ended:
             prompts.check(number, stream)
         assert len(background.ended) >= 42
@@ -263,6 +307,16 @@ def _restart(cluster, name: str, times: int, background: Background, normal_s: f
         wait_until(lambda n=num_ended: len(background.ended) > n, 10, "nothing is served")
         seen |= incarnations(cluster, cluster.pools[name].role)
     return seen
+
+
+def growing(looks: list[dict[str, Footprint]]) -> list[str]:
+    """Who holds more with every restart, whatever comes and goes between two of them."""
+    return [
+        f"{name}: {what}"
+        for name in looks[0]
+        for what in ("num_files", "num_sockets", "num_threads")
+        if slope([getattr(look[name], what) for look in looks]) > SLOPE
+    ]
 
 
 def grown(before: dict[str, Footprint], after: dict[str, Footprint]) -> list[str]:

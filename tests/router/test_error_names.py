@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 import pytest
 
 from cluster.errors import IN_STEP, DeadlineExceeded, HandoffFailed, WorkerLost
@@ -9,7 +13,15 @@ from router.public_errors import public_message
 from tests.router.fakes import FakeCluster, make_router, until
 from tests.router.reading import finished, read, start
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 A = ord("a")
+ROOT = Path(__file__).parents[2]
+SERVING = ("cluster", "router", "prefill_worker", "decode_worker", "deploy")
+OFFLINE = ("deploy/bench", "deploy/lab", "cluster/wire")
+OPERATORS = {"control", "status", "order"}
+"""Stages of what only an operator asks for, or hears of."""
 
 
 @pytest.fixture
@@ -82,3 +94,43 @@ async def test_a_deadline_in_the_queue_names_nobody():
 def test_the_client_is_told_of_a_failed_step_as_of_any_stage():
     error = WorkerLost("a step failed: RuntimeError", stage=IN_STEP, worker_id="d0")
     assert public_message(error) == "a worker was lost; try again (stage: step)"
+
+
+def test_every_stage_of_a_request_is_told():
+    stages = {stage for path in sources() for stage in stages_in(path)}
+    assert {"transfer", "sample", "decode", IN_STEP} <= stages, "they are not found any more"
+    for stage in sorted(stages - OPERATORS):
+        error = HandoffFailed("secret", stage=stage)
+        assert public_message(error).endswith(f"try again (stage: {stage})")
+
+
+def sources() -> Iterator[Path]:
+    """What may raise an error while it serves."""
+    for room in SERVING:
+        for path in (ROOT / room).rglob("*.py"):
+            if not path.relative_to(ROOT).as_posix().startswith(OFFLINE):
+                yield path
+
+
+def stages_in(path: Path) -> Iterator[str]:
+    """The names in ``stage=...``, and what is kept to be one: ``STAGE``, ``IN_STEP``, a phase."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.keyword) and node.arg == "stage":
+            yield from texts_of(node.value)
+        elif isinstance(node, ast.Assign):
+            names = {getattr(each, "attr", getattr(each, "id", "")) for each in node.targets}
+            if names & {"STAGE", "IN_STEP", "_phase", "stage"}:
+                yield from texts_of(node.value)
+        elif isinstance(node, ast.FunctionDef) and node.name.startswith("stage"):
+            for each in ast.walk(node):
+                if isinstance(each, ast.Return) and each.value is not None:
+                    yield from texts_of(each.value)
+
+
+def texts_of(value: ast.expr) -> Iterator[str]:
+    """What it can be: a text, or one of two."""
+    if isinstance(value, ast.IfExp):
+        yield from texts_of(value.body)
+        yield from texts_of(value.orelse)
+    elif isinstance(value, ast.Constant) and isinstance(value.value, str) and value.value:
+        yield value.value

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import time
 import weakref
+from dataclasses import replace
 
 import pytest
 
@@ -174,6 +175,22 @@ async def test_only_those_ahead_of_its_tier_are_waited_for():
             await service.generate(
                 GenerateInput(prompt="hello", priority=tier, timeout_s=timeout_s)
             )
+
+
+async def test_a_queue_full_of_lower_tiers_lets_in_the_first_of_a_higher_one():
+    """P-25: before it is read, too; a burst of them between two views fills the surplus only."""
+    tiered = SchedulingConfig(policy=Policy.PRIORITY)
+    door = Door(tiers=Tiers.of(tiered), ordering=Ordering.of(tiered))
+    high = GenerateInput(prompt="hello", max_tokens=4, priority="high")
+    async with waiting_router(door=door) as (cluster, service):
+        cluster.route.view = make_view(
+            num_waiting=20, max_queue_requests=20, waiting_standings={2: 20}
+        )
+        with service.admission():
+            assert isinstance(await refused(service, replace(high, priority="low")), ClusterFull)
+        with service.admission():
+            await fill(service, 2, high)
+        assert isinstance(await refused(service, high), ClusterFull)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -289,22 +290,62 @@ async def test_a_choice_that_ends_at_its_first_token_needs_no_other_decode_worke
     await finished(service, cluster)
 
 
-async def test_a_redirect_may_fail_again_but_not_for_ever(monkeypatch):
-    monkeypatch.setattr("router.attempt.MAX_REDIRECTS", 2)
+async def test_a_redirect_may_fail_ever_so_often_until_the_lease_is_over(monkeypatch):
+    """CASES P-16: the prompt is not computed again while its KV is kept."""
+    monkeypatch.setattr("router.attempt.REDIRECT_GAP_S", 0.0)
     cluster = FakeCluster()
     service = make_router(cluster)
-    generation, prefill, _ = await begun(
-        cluster, service, pairs=[("p0", "d1"), ("p0", "d2"), ("p1", "d3")]
-    )
+    others = [("p0", f"d{number}") for number in range(1, 21)]
+    generation, prefill, _ = await begun(cluster, service, pairs=[*others, None, ("p1", "d0")])
     prefill.say(A)
-    for number in range(3):
-        await cluster.started(f"d{number}")
-        await until(lambda number=number: len(prefill.redirects) == number)
+    for number in range(20):
         prefill.export_waits(REFUSED)
-    second, _ = await cluster.started("p1", "d3")
+        await cluster.started(f"d{number + 1}")
+        await until(lambda number=number: len(prefill.redirects) == number + 1)
+    prefill.export_waits(REFUSED)
+    await until(lambda: len(cluster.route.wants) == 22)
+    prefill.say(error=HandoffFailed("no decode worker within the lease", stage="handoff"))
+    (second,) = await cluster.started("p1")
+    assert all(want.export is not None for want in cluster.route.wants[1:22])
     assert second.legs[0].output_ids == (A,)
-    assert len(prefill.redirects) == 2
     generation.cancel()
+    await finished(service, cluster)
+
+
+async def test_handoffs_that_fail_at_once_do_not_make_a_rush(monkeypatch):
+    """The first redirect is for no fault of a redirect, and waits for nothing."""
+    monkeypatch.setattr("router.attempt.REDIRECT_GAP_S", 0.1)
+    cluster = FakeCluster()
+    service = make_router(cluster)
+    pairs = [("p0", "d1"), ("p0", "d2")]
+    generation, prefill, _ = await begun(cluster, service, pairs=pairs)
+    prefill.say(A)
+    began = time.monotonic()
+    prefill.export_waits(REFUSED)
+    await until(lambda: len(prefill.redirects) == 1)
+    prefill.export_waits(REFUSED)
+    await until(lambda: len(prefill.redirects) == 2)
+    assert time.monotonic() - began >= 0.1
+    assert cluster.route.wants[2].remaining_s <= cluster.route.wants[1].remaining_s - 0.1
+    generation.cancel()
+    await finished(service, cluster)
+
+
+async def test_a_cancel_between_two_redirects_leaves_nothing(monkeypatch):
+    """P-11."""
+    monkeypatch.setattr("router.attempt.REDIRECT_GAP_S", 60.0)
+    cluster = FakeCluster()
+    service = make_router(cluster)
+    generation, prefill, _ = await begun(cluster, service, pairs=[("p0", "d1")])
+    prefill.say(A)
+    prefill.export_waits(REFUSED)
+    await until(lambda: len(prefill.redirects) == 1)
+    prefill.export_waits(REFUSED)
+    await until(lambda: metric(service, "pdserve_handoffs_waiting") == 1)
+    generation.cancel()
+    await read(generation)
+    assert len(cluster.route.wants) == 2
+    await until(lambda: metric(service, "pdserve_handoffs_waiting") == 0)
     await finished(service, cluster)
 
 

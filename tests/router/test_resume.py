@@ -40,6 +40,7 @@ async def test_a_decode_worker_that_dies_in_mid_stream_is_replaced():
     cluster.route.pairs = [("p0", "d0"), ("p1", "d1")]
     service = make_router(cluster)
     generation, _, decode = await streaming(cluster, service)
+    (first_leg,) = decode.legs
     decode.die()
 
     # STEP 1: what is wanted is what is left, elsewhere.
@@ -55,6 +56,7 @@ async def test_a_decode_worker_that_dies_in_mid_stream_is_replaced():
         assert leg.prompt_ids == tuple(b"hello")
         assert leg.params.max_tokens == 5
         assert leg.key.attempt == 1
+        assert leg.waited_s >= want.waited_s > first_leg.waited_s >= first_want.waited_s > 0
 
     # STEP 3: the first new token has the next index; its repeat is dropped.
     prefill.say(C, start=2, ends=True)

@@ -12,12 +12,20 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from cluster.request import FinishReason
 from cluster.wire import public_v1_pb2 as pb
 from cluster.wire import public_v1_pb2_grpc as pb_grpc
 from router import api, leave
 from router.grpc_api import GrpcDoor
 from router.http_door import HttpDoor
-from tests.router.fakes import FakeCluster, assert_conserved, make_router, metric, until
+from tests.router.fakes import (
+    EOS_ID,
+    FakeCluster,
+    assert_conserved,
+    make_router,
+    metric,
+    until,
+)
 
 CALL_S, GRACE_S = 0.6, 20.0
 """A call that nobody answers ends by its own deadline, long before the grace does."""
@@ -97,6 +105,29 @@ async def test_grpc_calls_run_to_their_end_and_nobody_else_is_let_in():
             grpc.StatusCode.UNAVAILABLE,
         )
         await asyncio.wait_for(stopping, 10)
+
+
+async def test_a_grpc_call_that_ends_while_its_door_closes_is_told_how():
+    """CASES P-27: it has its answer, and not the UNAVAILABLE of a connection that was cut."""
+    cluster = FakeCluster()
+    service = make_router(cluster)
+    door = GrpcDoor(service, host="127.0.0.1", port=0)
+    port = await door.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        request = pb.GenerateRequest(prompt="hi")
+        call = asyncio.ensure_future(
+            pb_grpc.InferenceStub(channel).GenerateOnce(request, timeout=10)
+        )  # fmt: skip
+        prefill, decode = await cluster.started("p0", "d0")
+        stopping = asyncio.ensure_future(door.stop())
+        await until(lambda: not door.is_serving)
+        key = prefill.legs[0].key
+        prefill.say(ord("y"), ends=True, key=key)
+        decode.say(ord("y"), EOS_ID, finish=FinishReason.STOP, key=key)
+        assert (await call).choices[0].text == "y"
+        await asyncio.wait_for(stopping, 10)
+    await service.stop()
+    assert_conserved(service)
 
 
 @contextlib.asynccontextmanager

@@ -9,7 +9,8 @@ import pytest
 
 from cluster.handoff import AbortCause, AbortHandoff, Commit, Credit, Offer
 from cluster.request import Peer, Redirect
-from cluster.rpc.faults import FaultService, FaultyLegs, FaultyLinkEvents, FaultyTap
+from cluster.rpc.fault_seam import FaultService, FaultyTap
+from cluster.rpc.faults import FaultyLegs, FaultyLinkEvents
 from cluster.transport.faults import Fault, FaultSwitch, Point, Verb
 from cluster.wire import faults_pb2 as wire
 from cluster.wire import faults_pb2_grpc as wire_grpc

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from cluster.engine import finish
 from cluster.errors import BY_CODE, DeadlineExceeded, InvalidRequest, PdserveError
 from cluster.handoff import AbortCause
 from cluster.kv.layout import KVLayout
@@ -28,7 +29,7 @@ LAYOUT = KVLayout(
     [
         make_leg(),
         make_leg(
-            kind=LegKind.DECODE, peer=None, output_ids=(4, 5), tenant="t",
+            kind=LegKind.DECODE, peer=None, output_ids=(4, 5), tenant="t", waited_s=1.5,
             prefix=PromptPrefix(stride_tokens=1, names=(2**64 - 1, 7)),
         ),
         make_leg(
@@ -104,6 +105,9 @@ NAN, INF = float("nan"), float("inf")
         (make_leg(key=LegKey("", 0, 0)), "request_id"),
         (make_leg(key=LegKey("x" * 129, 0, 0)), "request_id"),
         (make_leg(handoff_id="x" * 129), "handoff_id"),
+        (make_leg(waited_s=-0.1), "waited_s"),
+        (make_leg(waited_s=NAN), "waited_s"),
+        (make_leg(waited_s=INF), "waited_s"),
         (make_leg(prompt_ids=()), "prompt_ids"),
         (make_leg(prompt_ids=(1, 100)), "prompt_ids"),
         (make_leg(output_ids=(100,)), "output_ids"),
@@ -177,6 +181,14 @@ def test_a_step_is_one_message_for_each_router():
     assert [(len(t), len(e)) for t, e in other.messages] == [(1, 0)]
     assert legs[0].key not in book
     assert book.counts == {"received": 3, "stop": 1}
+
+
+def test_a_leg_goes_on_aging_and_is_measured_from_when_it_came():
+    opened = LegBook().open(make_leg(waited_s=3.0), ListSink(), 10.0)
+    assert opened.arrived == 7.0
+    sequence = opened.sequence(frozenset(), 11.0)
+    assert (sequence.arrived, sequence.entered) == (7.0, 11.0)
+    assert finish.end_of(sequence, 13.0, None, None).queue_s == 2.0
 
 
 def test_the_book_tells_of_every_change():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -129,3 +130,28 @@ async def test_an_open_link_says_what_moves_its_bytes(make_world: MakeWorld):
     assert (ours.peer_worker_id, theirs.peer_worker_id) == ("d", "p")
     assert ours.epoch == theirs.epoch == link.epoch
     assert ours.transport is theirs.transport is TransportKind.SHM
+
+
+async def test_what_was_announced_is_moving_to_its_end_whatever_became_of_its_handoff(
+    make_world: MakeWorld,
+):
+    world, half, go = await make_world(), Half(), threading.Event()
+    dialer, importer = world.dialer(half), Importer(world.receiver)
+    link = await dialer.link_to(world.peer, LONG_S)
+    assert not dialer.is_moving
+
+    def gather(start: int, num_blocks: int, out_B: torch.Tensor) -> None:
+        assert go.wait(LONG_S)
+
+    link.signal(make_offer("h1"))
+    sending = asyncio.create_task(link.send_export(make_manifest(20, "h1"), gather))
+    await world.receiver.until(lambda: len(importer.imported) == 1)
+    link.signal(AbortHandoff(handoff_id="h1", cause=AbortCause.CANCELLED))
+    await world.receiver.until(lambda: len(world.receiver.messages) == 3)
+    assert dialer.is_moving
+    assert world.acceptor.is_moving
+    go.set()
+    await sending
+    await half.until(lambda: len(half.messages) == 1)
+    assert not dialer.is_moving
+    assert not world.acceptor.is_moving

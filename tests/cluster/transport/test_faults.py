@@ -205,7 +205,14 @@ def test_a_slow_link_takes_as_long_as_its_bytes(link):
 
 
 @pytest.mark.parametrize(
-    "bad", [{"nth": 0}, {"times": -1}, {"seconds": -0.1}, {"seconds_per_byte": 1e-6}]
+    "bad",
+    [
+        {"nth": 0},
+        {"times": -1},
+        {"seconds": -0.1},
+        {"seconds_per_byte": 1e-6},
+        {"seconds_per_token": 1e-6},
+    ],
 )
 def test_numbers_that_make_no_sense_are_refused(bad):
     with pytest.raises(InvalidRequest):

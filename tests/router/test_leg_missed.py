@@ -1,0 +1,108 @@
+"""The start of a leg that was lost on its way to a living worker: the control plane misses it."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.errors import WorkerLost
+from cluster.handoff import AbortCause
+from cluster.request import FinishReason
+from tests.router.fakes import FakeCluster, make_router, until
+from tests.router.reading import finished, read, start
+
+A, B = b"ab"
+PAIRS = {"disaggregated": ("p0", "d0"), "prefill alone": ("p0", None), "local": (None, "p0")}
+
+
+def missed(service, cluster, attempt=0):
+    """What the control plane says of an attempt."""
+    error = WorkerLost("the worker never had the leg", stage="placement")
+    service.dispatcher.on_leg_missed(cluster.route.wants[0].request_id, attempt, error)
+
+
+async def nothing_comes_of_it(cluster, generation):
+    """Everything that was heard so far was acted upon when its next token is out."""
+    worker = cluster.worker("p0")
+    worker.say(A, finish=FinishReason.LENGTH)
+    text, _, finish = await read(generation)
+    assert (text, finish.timeline.num_attempts) == ("a", 1)
+    assert len(cluster.route.wants) == 1
+
+
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS.keys())
+async def test_a_lost_start_is_tried_elsewhere_long_before_the_deadline(pair, monkeypatch):
+    """CASES P-20: its worker lives, so that nobody else would ever end the leg."""
+    monkeypatch.setattr("router.attempt.START_S", 0.0)
+    cluster = FakeCluster()
+    cluster.route.pairs = [pair, ("p1", "d1")]
+    service = make_router(cluster)
+    generation = await start(cluster, service, max_tokens=2)
+    (first,) = await cluster.started("p0")
+    missed(service, cluster)
+    second, third = await cluster.started("p1", "d1")
+    assert cluster.route.wants[1].avoid == ("p0.1",)
+    assert second.legs[0].key.attempt == 1, "what was lost may yet come, and is of an old attempt"
+    assert first.aborts == [(first.legs[0].key, AbortCause.FAULT)]
+    assert not service.dispatcher.workers._workers["p0.1"].legs, "nobody will say its end"
+    second.say(A, ends=True)
+    third.say(A, B, finish=FinishReason.LENGTH)
+    text, _, finish = await read(generation)
+    assert (text, finish.timeline.num_attempts) == ("ab", 2)
+    await finished(service, cluster)
+
+
+async def test_a_decode_leg_of_a_missed_attempt_is_given_up(monkeypatch):
+    monkeypatch.setattr("router.attempt.START_S", 0.0)
+    cluster = FakeCluster()
+    cluster.route.pairs = [("p0", "d0"), None]
+    service = make_router(cluster)
+    generation = await start(cluster, service)
+    _, decode = await cluster.started("p0", "d0")
+    missed(service, cluster)
+    await until(lambda: decode.aborts)
+    assert cluster.route.dones == [("g0", 0)]
+    generation.cancel()
+    await finished(service, cluster)
+
+
+async def test_a_start_that_may_still_be_on_its_way_is_waited_for():
+    """This router was late itself."""
+    cluster = FakeCluster()
+    cluster.route.pairs = [("p0", None)]
+    service = make_router(cluster)
+    generation = await start(cluster, service, max_tokens=1)
+    await cluster.started("p0")
+    missed(service, cluster)
+    await nothing_comes_of_it(cluster, generation)
+    await finished(service, cluster)
+
+
+@pytest.mark.parametrize("speaker", ["prefill", "decode"])
+async def test_a_leg_that_was_over_before_any_report_is_not_missed(speaker, monkeypatch):
+    """A short prefill may come and go between two reports."""
+    monkeypatch.setattr("router.attempt.START_S", 0.0)
+    cluster = FakeCluster()
+    service = make_router(cluster)
+    generation = await start(cluster, service, max_tokens=2)
+    prefill, decode = await cluster.started("p0", "d0")
+    (prefill if speaker == "prefill" else decode).say(A)
+    missed(service, cluster)
+    prefill.say(A, ends=True)
+    decode.say(A, B, finish=FinishReason.LENGTH)
+    text, _, finish = await read(generation)
+    assert (text, finish.timeline.num_attempts) == ("ab", 1)
+    assert len(cluster.route.wants) == 1
+    await finished(service, cluster)
+
+
+async def test_what_is_said_of_another_attempt_or_of_nobody_changes_nothing(monkeypatch):
+    monkeypatch.setattr("router.attempt.START_S", 0.0)
+    cluster = FakeCluster()
+    cluster.route.pairs = [("p0", None)]
+    service = make_router(cluster)
+    generation = await start(cluster, service, max_tokens=1)
+    await cluster.started("p0")
+    missed(service, cluster, attempt=1)
+    await nothing_comes_of_it(cluster, generation)
+    missed(service, cluster)
+    await finished(service, cluster)
