@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from cluster import config_rules, config_tree
+from cluster import config_rules, config_text, config_tree
 from cluster.config_security import AuthConfig, SecurityConfig
 from cluster.config_shape import (
     DEFAULT_KV_TOKENS,
@@ -76,10 +76,11 @@ def load(path: Path, overrides: Sequence[str] = ()) -> DeployConfig:
     """Read a deploy file, apply ``a.b=value`` overrides (YAML values), and check everything.
 
     A list element is named by its index or by its ``name``: ``pools.decode.count=2``.
-    Raises ConfigError with the dotted path of what is wrong.
+    Raises ConfigError with the dotted path of what is wrong, or with the lines of a key that stands
+    twice.
     """
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = config_text.parse(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except yaml.YAMLError as error:

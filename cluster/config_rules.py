@@ -23,6 +23,8 @@ from cluster.config_shape import (
 from cluster.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from cluster.config_shape import (
         DeployConfig,
         PoolConfig,
@@ -46,6 +48,7 @@ def check(config: DeployConfig) -> None:
                 f"pools.{pool.name}.cores: needed where service_cores is set",
                 field=f"pools.{pool.name}.cores",
             )
+    _check_cores("service_cores", config.service_cores)
     limits = tuple(f.name for f in dataclasses.fields(config.limits) if f.type != "bool")
     for section, names_of_positive in {**_POSITIVE, "limits": limits}.items():
         for name in names_of_positive:
@@ -117,6 +120,8 @@ def is_loopback(host: str) -> bool:
 
 
 _MAX_TIERS = 16
+_TAKEN_NAMES = ("control", "router")
+"""Each pool is a Serve deployment, and so are these two."""
 _LABEL_KEY = re.compile(r"([A-Za-z0-9.-]+/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 _LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 _POSITIVE = {
@@ -137,6 +142,12 @@ def _check_pool(pool: PoolConfig) -> None:
     path = f"pools.{pool.name}"
     if not pool.name.replace("-", "").isalnum():
         raise ConfigError(f"{path}: a pool's name is letters, digits and dashes", field=path)
+    if pool.name in _TAKEN_NAMES:
+        raise ConfigError(
+            f"{path}: {pool.name} is what another part of the cluster is called: name the pool "
+            "otherwise",
+            field=path,
+        )
     for name in _POSITIVE_OF_POOL:
         _check_positive(f"{path}.{name}", getattr(pool, name))
     if pool.kv_tokens % pool.block_size:
@@ -156,11 +167,18 @@ def _check_pool(pool: PoolConfig) -> None:
             f"{pool.token_budget}",
             field=f"{path}.chunk_tokens",
         )
+    _check_cores(f"{path}.cores", pool.cores)
     if pool.cores and len(pool.cores) < pool.max_count * pool.cores_per_worker:
         most = "max" if pool.is_scaled else "count"
         raise ConfigError(
             f"{path}.cores: fewer than {most} x cores_per_worker", field=f"{path}.cores"
         )
+
+
+def _check_cores(path: str, cores: Sequence[int]) -> None:
+    for core in cores:
+        if core < 0:
+            raise ConfigError(f"{path}: cores count from 0, got {core}", field=path)
 
 
 def _check_count(pool: PoolConfig, host: Host) -> None:

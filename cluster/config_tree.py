@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
+import math
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from cluster import config_text
 from cluster.errors import ConfigError
 
 T = TypeVar("T")
@@ -40,7 +42,7 @@ def override(tree: dict[str, Any], setting: str) -> None:
     if not isinstance(node, dict):
         raise ConfigError(f"--set {setting}: {dotted} is not inside a section", field=dotted)
     try:
-        node[last] = yaml.safe_load(text)
+        node[last] = config_text.parse(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"--set {setting}: not a YAML value", field=dotted) from error
 
@@ -111,7 +113,16 @@ def _value(hint: Any, value: Any, path: str) -> Any:
 
 def _scalar(hint: type, value: Any, path: str) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        value = _as_float(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         raise ConfigError(f"{path}: expected {hint.__name__}, got {value!r}", field=path)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{path}: expected a finite number, got {value!r}", field=path)
     return value
+
+
+def _as_float(value: int) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf

@@ -6,18 +6,19 @@ holder dies, so a worker that was killed leaves its place to its successor.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from cluster.clock import SystemClock
 from cluster.errors import StartupError
 from deploy.locks import FileLock
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -59,19 +60,31 @@ def pin_process(cores: Sequence[int], pid: int | None = None) -> None:
     logger.info("pid=%d cores=%s pinned", pid, tuple(cores))
 
 
-def lease_cores(
+class Holder(NamedTuple):
+    """Who has a place, in its own words."""
+
+    pid: int
+    leaves_s: float
+    """So long it may take to leave once it is told to."""
+
+
+def lease_cores(  # noqa: PLR0913 (a place, and how long to wait for it)
     folder: Path,
     pool_name: str,
     cores: Sequence[int],
     cores_per_worker: int,
     count: int,
+    *,
+    leaves_s: float = 0.0,
     wait_s: float = 10.0,
 ) -> CoreLease:
     """Lease the lowest free place of a pool: its index, and its part of ``cores``.
 
     Place i takes ``cores[i * cores_per_worker:][:cores_per_worker]``; with no cores it is only the
-    index. There are ``count`` places. Waits up to ``wait_s`` for a predecessor that is still dying,
-    then raises StartupError.
+    index. There are ``count`` places. ``leaves_s``: so long this worker may take to leave.
+
+    A predecessor may be leaving still, and may have another deploy file: waits for as long as those
+    who have the places say that they may take, and ``wait_s`` more; then raises StartupError.
     """
     if cores and len(cores) < count * cores_per_worker:
         raise StartupError(
@@ -80,23 +93,40 @@ def lease_cores(
         )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     clock = SystemClock()
-    deadline = clock.now() + wait_s
+    began = clock.now()
     while True:
         for index in range(count):
             lock = FileLock.try_take(folder / f"{pool_name}-{index}.lock")
             if lock is not None:
-                lock.write(f"{os.getpid()}\n")
+                lock.write(f"{os.getpid()} {leaves_s:g}\n")
                 first = index * cores_per_worker
                 return CoreLease(index, tuple(cores[first : first + cores_per_worker]), lock)
-        if clock.now() >= deadline:
+        held = _held(folder, pool_name, count)
+        longest_s = max((holder.leaves_s for holder in held.values()), default=0.0)
+        if clock.now() - began >= wait_s + longest_s:
+            told = ", ".join(f"{place}: pid {holder.pid}" for place, holder in held.items())
             raise StartupError(
-                f"pool {pool_name}: all {count} places are taken ({_holders(folder, pool_name)}); "
+                f"pool {pool_name}: all {count} places are taken ({told}); "
                 "raise the pool's count, or clear an earlier run with `pdserve down`"
             )
         # Nothing tells of a lock set free but trying it.
         time.sleep(_RETRY_S)
 
 
-def _holders(folder: Path, pool_name: str) -> str:
-    notes = sorted(folder.glob(f"{pool_name}-*.lock"))
-    return ", ".join(f"{note.stem}: pid {note.read_text().strip() or '?'}" for note in notes)
+def holders(folder: Path) -> dict[str, Holder]:
+    """Return who has, or last had, each place of any pool; a place is named as its lock is."""
+    return _read(folder.glob("*.lock"))
+
+
+def _held(folder: Path, pool_name: str, count: int) -> dict[str, Holder]:
+    return _read(folder / f"{pool_name}-{index}.lock" for index in range(count))
+
+
+def _read(paths: Iterable[Path]) -> dict[str, Holder]:
+    found = {}
+    for path in paths:
+        # It may not have written itself down yet.
+        with contextlib.suppress(OSError, ValueError):
+            pid, leaves_s = path.read_text().split()
+            found[path.stem] = Holder(int(pid), float(leaves_s))
+    return found

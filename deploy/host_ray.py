@@ -6,30 +6,39 @@ Or Serve on a Ray that runs already, over many nodes; that one is only joined, a
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import logging
 import os
 import re
+import secrets
 import socket
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cluster.clock import SystemClock
 from cluster.errors import StartupError
+from deploy.bounded import ASKING, are_all_answered, bounded
 from deploy.cores import pin_process
 from deploy.fit import Node, fit
 from deploy.serve_config import APP_NAME, serve_config
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from cluster.config import DeployConfig
     from deploy.run_state import RunState
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _STATUS_TIMEOUT_S = 5.0
-_JOIN_TIMEOUT_S = 5.0
+_CONNECT_TIMEOUT_S = 5.0
+_JOIN_TIMEOUT_S = 15.0
+_ANSWER_TIMEOUT_S = 10.0
+_SERVE_TIMEOUT_S = 40.0
+"""For Serve's controller to be started, and to take the app; with the others it is under 60 s."""
 _FAILED = "A replica failed to start"
 """Serve's words."""
 _SILENT_S = 30.0  # Serve's controller is back sooner where it only crashed
@@ -37,7 +46,7 @@ _OBJECT_STORE_BYTES = 80 << 20  # Ray carries neither tensors nor tokens, so the
 _RAY_ENVIRONMENT = {
     # Ray's core binds every listener to 127.0.0.1 with this (one machine only).
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    "RAY_AUTH_MODE": "disabled",
+    "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
     # Ray's workers run at niceness 15 otherwise, behind every other process of the machine.
     "RAY_worker_niceness": "0",
@@ -55,6 +64,9 @@ def load_ray(*, is_own: bool = True) -> None:
     if is_own:
         # First: Ray reads it when it is imported, and its processes inherit it.
         os.environ.update(_RAY_ENVIRONMENT)
+        # Of this run alone: whoever else has an account on this machine reaches its loopback, and
+        # who may talk to Ray runs code as this user.
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     importlib.import_module("ray")
     importlib.import_module("ray.serve")
 
@@ -125,18 +137,12 @@ class RayHost:
             logger.warning("when the load asks for all workers: %s", problem)
 
     def _start_serve(self) -> None:
-        from ray import serve
-        from ray.serve.context import _get_global_client
-        from ray.serve.schema import ServeDeploySchema
-
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         # Folders of this machine are nothing to the other nodes of a cluster.
         run_dir = str(self._state.folder) if not self._is_joined else ""
         tree = serve_config(self._config, model_path=str(self._model_path), run_dir=run_dir)
-        serve.start(proxy_location=tree["proxy_location"])
         self._has_app = True
-        client: Any = _get_global_client()
-        client.deploy_apps(ServeDeploySchema.model_validate(tree))
+        bounded("Ray Serve", _SERVE_TIMEOUT_S, functools.partial(_hand_over, tree))
 
     def settle(self) -> None:
         """Move Ray's own processes to the service cores: each burst of theirs is felt in a stream.
@@ -207,7 +213,7 @@ class RayHost:
         found: list[Any] = []
         # Serve's own call has no timeout, and waits for ever where its controller hangs.
         self._asking = threading.Thread(
-            target=_ask_status, args=(found,), name="serve-status", daemon=True
+            target=_ask_status, args=(found,), name=f"{ASKING}serve-status", daemon=True
         )
         self._asking.start()
         self._asking.join(_STATUS_TIMEOUT_S)
@@ -264,13 +270,18 @@ def join_ray(address: str) -> None:
     try:
         host, _, port = str(canonicalize_bootstrap_address_or_die(address)).rpartition(":")
         # Ray itself would try for ten minutes.
-        socket.create_connection((host, int(port)), timeout=_JOIN_TIMEOUT_S).close()
-        ray.init(
+        socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+        join = functools.partial(
+            ray.init,
             address=f"{host}:{port}",
             log_to_driver=False,
-            logging_level=logging.WARNING,
+            # It warns of being called in a thread, where it cannot take SIGTERM for itself.
+            logging_level=logging.ERROR,
             configure_logging=True,
         )
+        # And for ever on one that takes connections and hangs.
+        bounded(f"the Ray at {host}:{port}", _JOIN_TIMEOUT_S, join)
+        logging.getLogger("ray").setLevel(logging.WARNING)
     except (RayError, OSError, ValueError, RuntimeError) as error:
         raise StartupError(
             f"no Ray answers at {address!r} ({_last_error(str(error))}): start one with `ray up` "
@@ -278,11 +289,22 @@ def join_ray(address: str) -> None:
         ) from error
 
 
-def ray_nodes() -> list[Node]:
-    """Return the living nodes of the Ray that this process has joined."""
+def leave_ray() -> None:
+    """Leave the Ray that this process has joined, within a bounded time."""
     import ray
 
-    told: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    # Who leaves with a call under way is ended by Ray at once, before he has told why. Ray leaves
+    # with the process.
+    if are_all_answered():
+        with contextlib.suppress(StartupError):
+            bounded("Ray", _ANSWER_TIMEOUT_S, ray.shutdown)
+
+
+def ray_nodes() -> list[Node]:
+    """Return the living nodes of the Ray that this process has joined; raises StartupError."""
+    import ray
+
+    told: list[dict[str, Any]] = bounded("Ray", _ANSWER_TIMEOUT_S, ray.nodes)
     return [
         Node(
             name=f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})",
@@ -293,6 +315,22 @@ def ray_nodes() -> list[Node]:
         for node in told
         if node["Alive"]
     ]
+
+
+def ask_serve(question: Callable[[], T]) -> T:
+    """Return what one of Serve's calls does; raises StartupError where its controller hangs."""
+    return bounded("Ray Serve", _ANSWER_TIMEOUT_S, question)
+
+
+def _hand_over(tree: dict[str, Any]) -> None:
+    """Start Serve where it doesn't run, and have it put the app there."""
+    from ray import serve
+    from ray.serve.context import _get_global_client
+    from ray.serve.schema import ServeDeploySchema
+
+    serve.start(proxy_location=tree["proxy_location"])
+    client: Any = _get_global_client()
+    client.deploy_apps(ServeDeploySchema.model_validate(tree))
 
 
 def _ask_status(found: list[Any]) -> None:

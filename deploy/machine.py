@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from cluster.config import Device, Host
+from cluster.config_rules import is_loopback
 from cluster.errors import StartupError
 from deploy.hardware import element_bytes
 from deploy.model_shape import kv_elements
@@ -55,7 +56,25 @@ def check_machine(config: DeployConfig, *, state: RunState | None = None) -> Non
     What an earlier run left is told alone, since it explains the rest.
     """
     (state or RunState(config.endpoints.control_port)).check_free()
-    found = [cores_problem(config), *port_problems(config)]
+    _raise_all([cores_problem(config), *port_problems(config)])
+
+
+def check_ports(config: DeployConfig) -> None:
+    """Raise StartupError where somebody listens at the doors, whose address is of this machine.
+
+    Of a cluster that is not there yet, and nobody can tell on another machine: then it passes.
+    """
+    if is_here(config.endpoints.host):
+        _raise_all(port_problems(config))
+
+
+def is_here(host: str) -> bool:
+    """Whether an IP address is one of this machine's."""
+    own = {each.address for every in psutil.net_if_addrs().values() for each in every}
+    return is_loopback(host) or host in own
+
+
+def _raise_all(found: Iterable[Problem | None]) -> None:
     problems = [problem for problem in found if problem is not None]
     if len(problems) == 1:
         raise StartupError(str(problems[0]))

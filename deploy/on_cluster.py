@@ -1,7 +1,8 @@
 """``pdserve deploy``: put the app on a Ray that runs already, and wait until it serves.
 
-find Ray -> wait for nodes -> check that every pool has room -> hand Serve the config file -> wait
-until every worker has registered and the doors answer -> prove it with one streamed request.
+check what one GPU has to hold -> find Ray -> wait for nodes -> check that every pool has room and
+the doors are free -> hand Serve the config file -> wait until every worker has registered and the
+doors answer -> prove it with one streamed request.
 
 It then runs by itself: Serve keeps it up, and ``pdserve down --cluster`` takes it away.
 """
@@ -13,15 +14,18 @@ import dataclasses
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cluster.config import HEAD
 from cluster.config_rules import is_loopback
 from cluster.errors import StartupError
 from deploy import calls, doors, proof
+from deploy.bounded import ASKING
 from deploy.fit import fit, suits
-from deploy.host_ray import RayHost, join_ray, load_ray, ray_nodes
+from deploy.host_ray import RayHost, ask_serve, join_ray, leave_ray, load_ray, ray_nodes
 from deploy.loading import ClusterLoading
+from deploy.machine import check_ports
+from deploy.plan import check_gpus
 from deploy.readiness import missing
 from deploy.run_state import RunState
 from deploy.serve_config import APP_NAME, named
@@ -37,6 +41,8 @@ _POLL_S = 1.0
 _QUIET_S = 10.0
 _GIVE_UP_S = 5.0
 """Whoever waits for the reason of a failure is not kept for longer."""
+_END_S = 30.0
+"""For an app to be gone, once all of it may have drained."""
 _HEAD_RESOURCE = "node:__internal_head__"
 
 
@@ -65,6 +71,7 @@ def deploy(
     So is what gets on no more (``start_watch``).
     """
     doors.check_files(config)
+    check_gpus(config)
     state = RunState(config.endpoints.control_port)
     state.join()
     state.logs_dir.mkdir(mode=0o700, exist_ok=True)
@@ -73,11 +80,14 @@ def deploy(
         config, same = _at_head(config, ray_nodes())
         config = named(config)
         had_app = _has_app()
+        if not had_app:
+            check_ports(config)
+        drain_s = max(config.limits.drain_s, _deployed_drain_s() if had_app else 0.0)
         host = RayHost(config, model_path=config.model.path, state=state, is_joined=True)
         _say("deploying ...")
         try:
             host.start()
-            _wait_until_ready(config, host, patience.ready_s)
+            _wait_until_ready(config, host, ready_s=patience.ready_s, drain_s=drain_s)
             proof.prove(config)
         except StartupError:
             if not had_app:
@@ -89,13 +99,13 @@ def deploy(
 
 
 def remove(address: str) -> int:
-    """Take the app away from a running Ray."""
+    """Take the app away from a running Ray; raises StartupError where it does not go."""
     with _joined(address):
-        from ray import serve
-
         was_there = _has_app()
         if was_there:
-            serve.delete(APP_NAME)
+            within_s = _deployed_drain_s() + _END_S
+            _delete()
+            _wait_until_gone(within_s)
     _say("taken away" if was_there else "nothing was there")
     return 0
 
@@ -103,13 +113,11 @@ def remove(address: str) -> int:
 @contextlib.contextmanager
 def _joined(address: str) -> Iterator[None]:
     load_ray(is_own=False)
-    import ray
-
     join_ray(address)
     try:
         yield
     finally:
-        ray.shutdown()
+        leave_ray()
 
 
 def _wait_for_nodes(config: DeployConfig, wait_s: float) -> None:
@@ -153,14 +161,17 @@ def _at_head(config: DeployConfig, nodes: Sequence[Node]) -> tuple[DeployConfig,
     return config, []
 
 
-def _wait_until_ready(config: DeployConfig, host: RayHost, wait_s: float) -> None:
-    deadline = time.monotonic() + wait_s
+def _wait_until_ready(
+    config: DeployConfig, host: RayHost, *, ready_s: float, drain_s: float
+) -> None:
+    """Wait for all that is wanted, and for the end of those that it replaces, in ``drain_s``."""
+    deadline = time.monotonic() + ready_s
     watch, loading, is_long = StartWatch(), ClusterLoading(), False
     told = ""
     while waits_for := (lack := missing(config)) or host.unfinished():
         now = time.monotonic()
         # In an update the predecessors may be draining still, which moves nothing.
-        stuck_s = STUCK_S if lack else max(STUCK_S, config.limits.drain_s + _POLL_S)
+        stuck_s = STUCK_S if lack else max(STUCK_S, drain_s + _POLL_S)
         # Most are up before any node need be asked.
         is_long |= watch.still_s >= _QUIET_S
         watch.look(waits_for, loading.works(now) if is_long else {}, now)
@@ -173,7 +184,7 @@ def _wait_until_ready(config: DeployConfig, host: RayHost, wait_s: float) -> Non
                 f"{waits_for}{host.obstacles()}"
             )
         if now >= deadline:
-            raise StartupError(f"not ready after {wait_s:.0f} s: {waits_for}{host.obstacles()}")
+            raise StartupError(f"not ready after {ready_s:.0f} s: {waits_for}{host.obstacles()}")
         if waits_for != told:
             told = waits_for
             _say(waits_for)
@@ -183,23 +194,50 @@ def _wait_until_ready(config: DeployConfig, host: RayHost, wait_s: float) -> Non
 def _has_app() -> bool:
     from ray import serve
 
-    return APP_NAME in serve.status().applications
+    return APP_NAME in ask_serve(serve.status).applications
+
+
+def _delete() -> None:
+    """Have Serve take the app away, and don't wait for it."""
+    from ray import serve
+
+    ask_serve(lambda: serve.delete(APP_NAME, _blocking=False))
+
+
+def _wait_until_gone(within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while _has_app():
+        if time.monotonic() >= deadline:
+            raise StartupError(
+                f"the app is still there after {within_s:.0f} s: Serve goes on taking it away"
+            )
+        time.sleep(_POLL_S)
+
+
+def _deployed_drain_s() -> float:
+    """Return how long those that serve now may drain: by their deploy file, and not by the new."""
+    from ray.serve.context import _get_global_client
+
+    def details() -> Any:
+        client: Any = _get_global_client()
+        return client.get_serve_details()
+
+    app = ask_serve(details)["applications"][APP_NAME]
+    return float(app["deployed_app_config"]["args"]["config"]["limits"]["drain_s"])
 
 
 def _give_up_app() -> None:
     """Have it taken away; Serve goes on alone with what takes longer."""
     # Serve's calls have no timeout, and wait for ever where its controller hangs.
-    asking = threading.Thread(target=_take_away, name="serve-delete", daemon=True)
+    asking = threading.Thread(target=_take_away, name=f"{ASKING}serve-delete", daemon=True)
     asking.start()
     asking.join(_GIVE_UP_S)
 
 
 def _take_away() -> None:
-    from ray import serve
-
     # Not for longer than anybody waits: once this process has left Ray, asking would start another.
     deadline = time.monotonic() + _GIVE_UP_S - _POLL_S
-    serve.delete(APP_NAME, _blocking=False)
+    _delete()
     while time.monotonic() < deadline and _has_app():
         time.sleep(_POLL_S)
 

@@ -91,7 +91,7 @@ def show(config: DeployConfig, nodes: Sequence[Node] | None = None) -> int:
     num_parameters = count_parameters(config.model.path)
     plans = plan_pools(config, shape, num_parameters)
     sys.stdout.write(f"{_model(config, shape, num_parameters)}\n\n{render(config, plans)}\n")
-    problems = [plan.problem for plan in plans if plan.problem]
+    problems = _problems(plans)
     if nodes is not None:
         placing = fit(config.pools, nodes)
         rows = [
@@ -102,9 +102,28 @@ def show(config: DeployConfig, nodes: Sequence[Node] | None = None) -> int:
         sys.stdout.write("\n" + table(("pool", "node", "workers"), rows) + "\n")
         problems += placing.problems
         sys.stdout.writelines(f"\nat its most: {told}\n" for told in placing.at_most)
+    _raise_all(problems)
+    return 0
+
+
+def check_gpus(config: DeployConfig) -> None:
+    """Raise StartupError where workers could not load, of GPUs whose memory is known.
+
+    The model is looked at, and not loaded; where no such GPU is asked for it is left alone.
+    """
+    if all(_gpu_bytes(pool) is None for pool in config.pools):
+        return
+    path = config.model.path
+    _raise_all(_problems(plan_pools(config, read_shape(path), count_parameters(path))))
+
+
+def _problems(plans: Sequence[PoolPlan]) -> list[str]:
+    return [plan.problem for plan in plans if plan.problem]
+
+
+def _raise_all(problems: Sequence[str]) -> None:
     if problems:
         raise StartupError("it cannot run like this:" + "".join(f"\n- {p}" for p in problems))
-    return 0
 
 
 def render(config: DeployConfig, plans: Sequence[PoolPlan]) -> str:

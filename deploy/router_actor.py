@@ -6,9 +6,12 @@ import asyncio
 import os
 from typing import Any
 
+import ray
+
 from cluster import config as deploy_config
 from deploy import node
 from deploy.cores import pin_process
+from deploy.door_locks import DoorLocks
 from deploy.heap import keep_what_start_made
 from deploy.logs import log_to_file
 from router.ingress import Ingress
@@ -22,6 +25,7 @@ class RouterReplica:
     """
 
     _ingress: Ingress | None = None
+    _locks: DoorLocks | None = None
     _drain_s = 0.0
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -29,9 +33,14 @@ class RouterReplica:
     ) -> None:
         config = deploy_config.from_tree(tree)
         self._drain_s = config.limits.drain_s
-        log_to_file(node.run_folder(config, run_dir) / "logs", f"router-{os.getpid()}")
+        run_folder = node.run_folder(config, run_dir)
+        log_to_file(run_folder / "logs", f"router-{os.getpid()}")
         pin_process(config.service_cores)
         checkpoint = await asyncio.to_thread(node.model_folder, model_path)
+        # Of one Ray there is one app of ours: it is what its routers have in common.
+        ray_address = ray.get_runtime_context().gcs_address
+        self._locks = DoorLocks(run_folder.parent, ray_address)
+        await asyncio.to_thread(self._locks.take, config)
         self._ingress = Ingress(config, checkpoint)
         await self._ingress.start()
         keep_what_start_made()
@@ -45,3 +54,5 @@ class RouterReplica:
         """Be ready no more, let nobody new in, let what runs end, and end what is left then."""
         if self._ingress is not None:
             await self._ingress.stop(self._drain_s)
+        if self._locks is not None:
+            self._locks.release()

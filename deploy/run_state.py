@@ -4,6 +4,7 @@ A cluster is named by its control port, so two of them live side by side:
 
     /tmp/pdserve-UID/              mode 0700, owner checked, symbolic links refused
         PORT.lock                  held while a run begins or is cleared; never deleted
+        door-HOST-PORT.lock        held by the routers that have this door (``door_locks``)
         PORT/run.json              the launcher, its run id and its ports
         PORT/processes.jsonl       processes started by hand, one a line
         PORT/cores/                the workers' core leases

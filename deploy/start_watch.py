@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from deploy.cores import holders
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
@@ -61,11 +63,9 @@ class StartWatch:
 def work_of(cores_dir: Path) -> dict[str, float]:
     """Return what each worker that holds a place in a folder of core leases has done so far."""
     found = {}
-    for path in cores_dir.glob("*.lock"):
-        # It may not have written itself down yet, and may have ended.
-        with contextlib.suppress(OSError, ValueError, psutil.Error):
-            pid = int(path.read_text())
-            found[f"{path.name} {pid}"] = work(psutil.Process(pid))
+    for place, holder in holders(cores_dir).items():
+        with contextlib.suppress(psutil.Error):  # it may have ended
+            found[f"{place} {holder.pid}"] = work(psutil.Process(holder.pid))
     return found
 
 

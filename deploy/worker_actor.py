@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PLACE_WAIT_S = 10.0
-"""For a predecessor's process to be gone, beyond what it may drain."""
+"""For a predecessor's process to be gone, beyond what it may drain by its own deploy file."""
 
 
 class WorkerReplica:
@@ -46,8 +46,8 @@ class WorkerReplica:
             pool.cores,
             pool.cores_per_worker,
             pool.max_count,
-            # In an update its predecessor may be draining still.
-            self._drain_s + _PLACE_WAIT_S,
+            leaves_s=self._drain_s,
+            wait_s=_PLACE_WAIT_S,
         )
         worker_id = node.worker_id(config, pool.name, self._lease.index)
         log_to_file(folder / "logs", worker_id)

@@ -45,6 +45,10 @@ def test_round_trip_keeps_every_value():
         ({"pools": [{**MIXED, "dtype": "fp16"}]}, "pools.a.dtype", "device cuda"),
         ({"pools": [{**MIXED, "kv_tokens": 4097}]}, "pools.a.kv_tokens", "not a multiple"),
         ({"pools": [{**MIXED, "count": 2, "cores": [0]}]}, "pools.a.cores", "fewer than count"),
+        ({"pools": [{**MIXED, "cores": [-1]}]}, "pools.a.cores", "count from 0, got -1"),
+        ({"pools": [{**MIXED, "cores": [0]}], "service_cores": [-1]}, "service_cores", "got -1"),
+        ({"pools": [{**MIXED, "name": "router"}]}, "pools.router", "name the pool otherwise"),
+        ({"pools": [{**MIXED, "name": "control"}]}, "pools.control", "name the pool otherwise"),
         ({**TREE, "endpoints": {"http_port": 8001}}, "endpoints", "differ"),
         ({**TREE, "endpoints": {"host": "0.0.0.0"}}, "endpoints.host", "use 127.0.0.1"),
         ({**TREE, "endpoints": {"host": "::"}}, "endpoints.host", "no address of one interface"),
@@ -75,6 +79,54 @@ def test_refuses_a_bad_override(tmp_path, override):
     path = write(tmp_path, "pools: [{name: a, role: mixed}]")
     with pytest.raises(ConfigError):
         config.load(path, [override])
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "lines"),
+    [
+        ("pools: [{name: a, role: mixed}]\nhost: ray\npools: []\n", "pools", (3, 1)),
+        ("pools:\n- name: a\n  role: mixed\n  count: 2\n  count: 1\n", "count", (5, 4)),
+        ("pools: [{name: a, role: mixed, 'count': 2, count: 2}]", "count", (1, 1)),
+    ],
+)
+def test_a_key_that_stands_twice_is_refused_with_its_lines(tmp_path, text, field, lines):
+    """The last one would win, and what the first one says would be lost."""
+    with pytest.raises(ConfigError) as caught:
+        config.load(write(tmp_path, text))
+    second, first = lines
+    assert caught.value.message == (
+        f"line {second}: {field} stands here again, first in line {first}"
+    )
+    assert caught.value.field == field
+
+
+def test_a_key_that_stands_twice_in_an_override_is_refused(tmp_path):
+    path = write(tmp_path, "pools: [{name: a, role: mixed}]")
+    with pytest.raises(ConfigError, match="replicas stands here again"):
+        config.load(path, ["router={replicas: 2, replicas: 1}"])
+
+
+def test_what_is_merged_into_a_section_may_be_said_otherwise_there(tmp_path):
+    text = """
+pools:
+- &one {name: a, role: mixed, count: 1}
+- {<<: *one, name: b, count: 2}
+"""
+    loaded = config.load(write(tmp_path, text))
+    assert [(pool.name, pool.count) for pool in loaded.pools] == [("a", 1), ("b", 2)]
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["limits.drain_s", "scaling.quiet_s", "pools.a.gpus_per_worker", "pools.a.cost_per_hour"],
+)
+@pytest.mark.parametrize("value", [".nan", ".inf", "-.inf", "1" + 400 * "0"])
+def test_a_number_is_finite(tmp_path, key, value):
+    """Neither bound of a rule refuses what is no number."""
+    path = write(tmp_path, "pools: [{name: a, role: mixed}]")
+    with pytest.raises(ConfigError, match="expected a finite number") as caught:
+        config.load(path, [f"{key}={value}"])
+    assert caught.value.field == key.replace("pools.a", "pools.0")
 
 
 @pytest.mark.parametrize("text", ["pools: [", "- a", ""])

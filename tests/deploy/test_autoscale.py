@@ -90,7 +90,8 @@ def test_why_is_in_serves_log(caplog):
     with caplog.at_level("INFO", logger="ray.serve"):
         controller.tick()
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("pool=d workers=2 before=1: decode is asked for 4.0 sequences")
+    why = "decode is asked for 4.0 sequences of 4.0: d 1 x 4 by slots"
+    assert line == f"pool=d workers=2 before=1: {why}"
 
 
 def test_the_serve_config_names_the_policy_and_the_bounds():

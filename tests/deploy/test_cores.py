@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from cluster.errors import StartupError
-from deploy.cores import lease_cores
+from deploy import cores
+from deploy.cores import holders, lease_cores
 
 HOLD = """
 import sys
@@ -77,7 +78,7 @@ def test_a_killed_worker_leaves_its_place_to_its_successor(tmp_path):
 def test_waits_for_a_predecessor_that_is_still_dying(tmp_path):
     taken = lease_cores(tmp_path, "decode", (), 1, 1)
     with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(lease_cores, tmp_path, "decode", (), 1, 1, 30.0)
+        waiting = threads.submit(lease_cores, tmp_path, "decode", (), 1, 1, wait_s=30.0)
         taken.release()
         assert waiting.result(timeout=30).index == 0
 
@@ -85,10 +86,50 @@ def test_waits_for_a_predecessor_that_is_still_dying(tmp_path):
 def test_refuses_when_all_places_stay_taken_and_says_who_has_them(tmp_path):
     lease_cores_of_test = lease_cores(tmp_path, "decode", (3,), 1, 1)
     with pytest.raises(StartupError, match=rf"all 1 places.*decode-0: pid {os.getpid()}.*down"):
-        lease_cores(tmp_path, "decode", (3,), 1, 1, 0.0)
+        lease_cores(tmp_path, "decode", (3,), 1, 1, wait_s=0.0)
     lease_cores_of_test.release()
     lease_cores_of_test.release()
-    assert lease_cores(tmp_path, "decode", (3,), 1, 1, 0.0).index == 0
+    assert lease_cores(tmp_path, "decode", (3,), 1, 1, wait_s=0.0).index == 0
+
+
+class Waiting:
+    """The time of one who waits for a place; at an instant something happens."""
+
+    def __init__(self, at: float, happens) -> None:
+        self._now, self._at, self._happens = 0.0, at, happens
+
+    def now(self) -> float:
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        self._now += seconds
+        if self._now >= self._at:
+            self._happens()
+
+
+@pytest.mark.parametrize("patience_s", [0.0, 120.0])
+def test_a_predecessor_has_the_time_that_it_was_given_itself(tmp_path, monkeypatch, patience_s):
+    """CASES P-27: an update lowers, or raises, what a worker may take to drain."""
+    old = lease_cores(tmp_path, "decode", (), 1, 1, leaves_s=60.0)
+    time = Waiting(69.0, old.release)
+    monkeypatch.setattr(cores, "time", time)
+    monkeypatch.setattr(cores, "SystemClock", lambda: time)
+    new = lease_cores(tmp_path, "decode", (), 1, 1, leaves_s=patience_s)
+    assert (new.index, time.now()) == (0, pytest.approx(69.0, abs=0.1))
+    assert holders(tmp_path) == {"decode-0": (os.getpid(), patience_s)}
+
+
+def test_others_places_are_waited_for_by_nobody(tmp_path, monkeypatch):
+    """Who stays longer than it said ends the wait; a pool with a like name has no part in it."""
+    lease_cores(tmp_path, "decode-1", (), 1, 1, leaves_s=600.0)
+    kept = lease_cores(tmp_path, "decode", (), 1, 1, leaves_s=5.0)
+    time = Waiting(100.0, pytest.fail)
+    monkeypatch.setattr(cores, "time", time)
+    monkeypatch.setattr(cores, "SystemClock", lambda: time)
+    with pytest.raises(StartupError, match=r"places are taken \(decode-0: pid \d+\);"):
+        lease_cores(tmp_path, "decode", (), 1, 1)
+    assert time.now() == pytest.approx(15.0, abs=0.1)
+    kept.release()
 
 
 def test_refuses_too_few_cores(tmp_path):

@@ -72,6 +72,23 @@ def test_a_taken_port_is_named_with_its_holder_and_key(state):
             machine.check_machine(config, state=state)
 
 
+def test_the_doors_of_a_cluster_that_comes_to_this_machine_are_free():
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as holder:
+        port = holder.getsockname()[1]
+        with pytest.raises(StartupError, match=rf"^port {port} \(endpoints\.http_port\) is taken"):
+            machine.check_ports(make_config(endpoints={"http_port": port}))
+    machine.check_ports(make_config())
+
+
+def test_of_another_machines_doors_nobody_can_tell(monkeypatch):
+    """`pdserve deploy` from a worker node: the routers look themselves."""
+    monkeypatch.setattr(machine, "port_problems", pytest.fail)
+    shared = {"security": {"cluster_token_env": "TOKEN"}}
+    machine.check_ports(make_config(endpoints={"host": "192.0.2.1"}, **shared))
+    assert machine.is_here("127.0.0.1")
+    assert machine.is_here("::1")
+
+
 def test_a_port_taken_on_all_interfaces_with_reuseport_is_found():
     with contextlib.closing(socket.socket()) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

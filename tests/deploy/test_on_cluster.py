@@ -58,12 +58,14 @@ def deploy(tmp_path, monkeypatch):
     def deploy(works=lambda at: {}, *, had_app=False):
         deploy.works = works
         monkeypatch.setattr(on_cluster, "_has_app", lambda: had_app)
+        monkeypatch.setattr(on_cluster, "_deployed_drain_s", lambda: deploy.drain_s)
         patience = on_cluster.Patience(ready_s=1800.0)
         with pytest.raises(StartupError) as caught:
             on_cluster.deploy(deploy_config.from_tree(TREE), "auto", patience)
         return caught.value.message, now[0]
 
     deploy.given_up = []
+    deploy.drain_s = 0.0
     for name, fake in {
         "time": FakeTime,
         "ClusterLoading": FakeLoading,
@@ -72,6 +74,7 @@ def deploy(tmp_path, monkeypatch):
         "_wait_for_nodes": lambda config, wait_s: None,
         "ray_nodes": lambda: [HEAD],
         "named": lambda config: config,
+        "check_ports": lambda config: None,
         "missing": lambda config: WAITS,
         "RunState": lambda port: RunState(port, root=tmp_path),
         "_take_away": lambda: deploy.given_up.append(True),
@@ -106,13 +109,47 @@ def test_what_was_to_replace_an_app_is_left_to_be_replaced(deploy):
     assert not deploy.given_up
 
 
-def test_predecessors_may_drain_as_long_as_they_may(deploy, monkeypatch):
-    """All who are wanted are there; Serve waits for the end of those that were to be replaced."""
+@pytest.mark.parametrize(("drain_s", "stuck_s"), [(10.0, 31.0), (90.0, 91.0)])
+def test_predecessors_may_drain_as_long_as_they_may(deploy, monkeypatch, drain_s, stuck_s):
+    """All who are wanted are there; Serve waits for the end of those that were to be replaced.
+
+    CASES P-27: an update from this time to drain to one of 30 s.
+    """
+    deploy.drain_s = drain_s
     monkeypatch.setattr(on_cluster, "missing", lambda config: "")
     monkeypatch.setattr(FakeHost, "unfinished", lambda self: "decode: 1 replica is stopping")
     message, at = deploy(had_app=True)
-    assert message.startswith("not ready, and nothing has moved for 31 s: decode")
-    assert 30.0 < at < 60.0
+    assert message.startswith(f"not ready, and nothing has moved for {stuck_s:.0f} s: decode")
+    assert stuck_s - 1.0 < at < stuck_s + 30.0
+
+
+def taken(config):
+    raise StartupError("port 8000 is taken")
+
+
+def test_doors_that_somebody_has_are_told_before_anything_is_deployed(deploy, monkeypatch):
+    """Point 9: a second Ray of this host, with a control port of its own, would share them."""
+    monkeypatch.setattr(on_cluster, "check_ports", taken)
+    monkeypatch.setattr(FakeHost, "start", pytest.fail)
+    assert deploy() == ("port 8000 is taken", 0.0)
+    assert not deploy.given_up
+
+
+def test_an_update_comes_to_doors_that_are_its_own(deploy, monkeypatch):
+    monkeypatch.setattr(on_cluster, "check_ports", taken)
+    message, _ = deploy(had_app=True)
+    assert message.startswith("not ready")
+
+
+def test_what_no_gpu_holds_is_told_before_ray_is_looked_for(deploy, monkeypatch):
+    """Point 1: else each worker would run out of memory in the midst of loading."""
+
+    def too_big(config):
+        raise StartupError("pool decode: a worker takes 90 GB")
+
+    monkeypatch.setattr(on_cluster, "check_gpus", too_big)
+    monkeypatch.setattr(on_cluster, "_joined", pytest.fail)
+    assert deploy() == ("pool decode: a worker takes 90 GB", 0.0)
 
 
 def test_a_serve_that_does_not_answer_keeps_nobody_from_the_reason(deploy, monkeypatch):

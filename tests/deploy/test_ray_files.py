@@ -1,6 +1,7 @@
 """The cluster files for `ray up`: valid to Ray, and they agree with the rest of this repository."""
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import jsonschema
@@ -82,21 +83,64 @@ def test_the_cluster_token_is_where_deploy_files_look(path):
     assert named == {command.split()[-1]}
 
 
+GPU_FILES = [
+    path
+    for path in sorted(CONFIGS.glob("*.yaml"))
+    if any(pool.accelerator_type for pool in deploy_config.load(path).pools)
+]
+
+
+def kinds_of(count_of, path):
+    """GPUs that the workers of a deploy file need, by kind: of all its pools together."""
+    needed = Counter()
+    for pool in deploy_config.load(path).pools:
+        needed[f"accelerator_type:{pool.accelerator_type}"] += count_of(pool) * pool.gpus_per_worker
+    return needed
+
+
+def gpus_of(nodes, count):
+    """GPUs that a cloud has by kind, with so many nodes of each type."""
+    return Counter(
+        {
+            kind: nodes[name][count] * nodes[name]["resources"]["GPU"]
+            for name in nodes
+            for kind in nodes[name]["resources"]
+            if kind.startswith("accelerator_type:")
+        }
+    )
+
+
 def test_the_cloud_has_nodes_for_the_deploy_file_that_it_names():
-    """Each pool's hardware is a node type, and enough of it is started for all workers."""
+    """Enough of each kind are started for the workers that are there from the start."""
     text = (FOLDER / "aws.yaml").read_text()
     (name,) = set(re.findall(r"deploy/configs/[\w-]+\.yaml", text))
-    config = deploy_config.load(REPO / name)
+    tree = read(FOLDER / "aws.yaml")
+    types = tree["available_node_types"]
+    assert kinds_of(lambda pool: pool.min_count, REPO / name) <= gpus_of(types, "min_workers")
+    assert sum(node.get("min_workers", 0) for node in types.values()) <= tree["max_workers"]
+
+
+@pytest.mark.parametrize("path", GPU_FILES, ids=lambda path: path.stem)
+def test_the_cloud_can_have_nodes_for_all_workers_of_every_deploy_file(path):
+    """Of the same kind may be several pools; scaled ones are at their most."""
+    tree = read(FOLDER / "aws.yaml")
+    types = tree["available_node_types"]
+    assert kinds_of(lambda pool: pool.max_count, path) <= gpus_of(types, "max_workers")
+    assert sum(node.get("max_workers", 0) for node in types.values()) <= tree["max_workers"]
+
+
+def test_the_cloud_file_says_how_many_nodes_a_deploy_file_needs_from_the_start():
+    """Nobody asks for them but ``min_workers``, and ``pdserve deploy`` waits in vain."""
+    text = (FOLDER / "aws.yaml").read_text()
     types = read(FOLDER / "aws.yaml")["available_node_types"]
-    for pool in config.pools:
-        kind = f"accelerator_type:{pool.accelerator_type}"
-        gpus = sum(
-            node["min_workers"] * node["resources"]["GPU"]
-            for node in types.values()
-            if kind in node["resources"]
+    for path in GPU_FILES:
+        (said,) = re.findall(
+            rf"((?:\w+ \d+(?:, | and )?)+) for {path.name}", text.replace("\n# ", " ")
         )
-        assert gpus >= pool.count * pool.gpus_per_worker, pool.name
-    assert (
-        sum(n.get("min_workers", 0) for n in types.values())
-        <= read(FOLDER / "aws.yaml")["max_workers"]
-    )
+        nodes = {
+            name: {**types[name], "min_workers": int(count)}
+            for name, count in re.findall(r"(\w+) (\d+)", said)
+        }
+        needed = kinds_of(lambda pool: pool.min_count, path)
+        assert +needed <= gpus_of(nodes, "min_workers")
+        assert all(int(node["max_workers"]) >= node["min_workers"] for node in nodes.values())

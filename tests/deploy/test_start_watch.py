@@ -54,9 +54,9 @@ def test_every_worker_that_comes_counts():
 def test_work_is_that_of_the_lease_holders(tmp_path):
     assert work_of(tmp_path) == {}
     (tmp_path / "decode-0.lock").write_text("")
-    (tmp_path / "decode-1.lock").write_text("999999999\n")
+    (tmp_path / "decode-1.lock").write_text("999999999 30\n")
     assert work_of(tmp_path) == {}, "who is not there does nothing"
-    (tmp_path / "my-pool-2.lock").write_text(f"{os.getpid()}\n")
+    (tmp_path / "my-pool-2.lock").write_text(f"{os.getpid()} 30\n")
     (holder,) = work_of(tmp_path)
     assert str(os.getpid()) in holder
     before = work_of(tmp_path)[holder]

@@ -2,10 +2,11 @@
 
 import asyncio
 import contextlib
+import dataclasses
 
 import pytest
 
-from cluster.config import DeployConfig, PoolConfig, Role
+from cluster.config import DeployConfig, Policy, PoolConfig, Role
 from cluster.engine import loop as loop_module
 from cluster.engine.plan import SequenceEnd, StepEvents
 from cluster.errors import (
@@ -104,6 +105,18 @@ async def test_a_decode_leg_goes_on_by_another_handoff_until_it_has_its_kv(world
     assert d_sink.output() == expected_tokens("r", 6)
     assert (await p_sink.end_of(KEY)).error is None
     assert decode.legs.decode.book.counts["received"] == 1
+
+
+async def test_legs_that_have_aged_are_reported_as_firm_before_the_engine_has_them(world):
+    """P-16: the control plane grants nobody what they wait for."""
+    scheduling = dataclasses.replace(world.config.scheduling, policy=Policy.PRIORITY)
+    world.config = dataclasses.replace(world.config, scheduling=scheduling)
+    decode = await world.start("d", "d-0")
+    for name, waited_s in (("young", 0.0), ("aged", scheduling.aging_s)):
+        decode.legs.start_leg(make_leg(LegKind.DECODE, name, waited_s=waited_s), Sink())
+    report = decode._reporter.report()
+    assert report.held_grants == report.unreserved_grants == ("grant-aged", "grant-young")
+    assert report.firm_grants == ("grant-aged",)
 
 
 async def test_a_leg_whose_new_handoff_is_refused_ends_once(world, monkeypatch):
@@ -430,3 +443,13 @@ async def test_a_refused_registration_is_a_startup_error(world):
         await asyncio.wait_for(worker.start(), 10)
     with contextlib.suppress(StartupError):
         await worker.stop(0.0)
+
+
+async def test_blocks_that_come_back_after_their_legs_end_are_reported_at_once(world, monkeypatch):
+    """CASES P-11: a link reads on when the leg is over; no beat is waited for."""
+    worker = await world.start("p", "p-0")
+    has_news = asyncio.Event()
+    monkeypatch.setattr(worker._report, "changed", has_news.set)
+    worker._pool.allocate(3, "a link")
+    await asyncio.to_thread(worker._pool.release, "a link")
+    await asyncio.wait_for(has_news.wait(), 5)

@@ -3,6 +3,7 @@
 import dataclasses
 import threading
 import time
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -86,6 +87,14 @@ def test_a_step_can_be_slow_and_can_fail():
     with pytest.raises(EngineFault):
         runner.run(Plan(()))
     assert (steps.num_steps, switch.fired()) == (1, (1, 1))
+
+
+def test_a_slow_worker_takes_as_long_as_its_tokens():
+    switch = faults_of(enabled=True).switch
+    switch.set([Fault(verb=Verb.DELAY, point=Point.STEP, times=0, seconds_per_token=0.02)])
+    began = time.monotonic()
+    FaultyRunner(Steps(), switch).run(Plan((SimpleNamespace(token_ids=(1, 2, 3)),)))
+    assert time.monotonic() - began >= 3 * 0.02
 
 
 def test_a_step_can_stand_still_with_its_layers_stored():
