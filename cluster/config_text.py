@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 def parse(text: str) -> Any:
     """Return what a text says; raises YAMLError, and ConfigError where a key stands twice."""
-    return yaml.load(text, Loader=_EachKeyOnce)
+    loader = _EachKeyOnce(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
 
 
 class _EachKeyOnce(yaml.SafeLoader):
