@@ -136,7 +136,7 @@ def test_preempted_requests_end_as_undisturbed_ones(colocated, disaggregated):
             assert answer == expected[number]
             num_preempted[number] += times.num_preemptions
         disaggregated.wait_quiet()
-        assert count(disaggregated, "decode-0", "preemptions") - before >= 3
+        assert count(disaggregated, "decode-0", "preemptions") - before >= 2
     logger.info("preempted: %s", num_preempted)
     assert all(num_preempted[number] for number in range(6)), num_preempted
     assert count(colocated, "mixed-0", "preemptions") == 0
@@ -152,8 +152,7 @@ def test_swapped_requests_end_as_undisturbed_ones_and_compute_nothing_twice(colo
     assert answers == expected
     assert num_swapped(swapping) > before
     nums = [each.num_preemptions for each in times]
-    logger.info("preempted: %s", nums)
-    assert sum(nums) > 0
+    assert sum(num > 0 for num in nums) >= 2, nums
     for each in times[:4]:
         assert each.num_computed_tokens == NUM_LONG_TOKENS - 1
     assert sum(count(swapping, f"decode-{i}", "swaps_refused") for i in range(2)) == 0
