@@ -18,13 +18,14 @@ def main(pip_audit: str, constraints: str, report: str) -> int:
     found.unlink(missing_ok=True)
     options = ["--no-deps", "--disable-pip", "--format=json", f"--output={found}"]
     ran = subprocess.run(
-        [pip_audit, "-r", constraints, *options], capture_output=True, text=True, check=False
-    )
+        [pip_audit, "-r", constraints, *options],
+        capture_output=True, text=True, check=False, timeout=600,
+    )  # fmt: skip
     if not found.exists():
         sys.stdout.write(f"NOT AUDITED, pip-audit ended with {ran.returncode}:\n{ran.stderr}\n")
-        return 0
+        return 0 if "requests.exceptions" in ran.stderr else 1
     packages = json.loads(found.read_text())["dependencies"]
-    skipped = [package["skip_reason"] for package in packages if "skip_reason" in package]
+    skipped = {p["name"]: p["skip_reason"] for p in packages if "skip_reason" in p}
     holes = [
         f"{package['name']} {package['version']}: {hole['id']}, mended in {hole['fix_versions']}"
         for package in packages
@@ -32,7 +33,7 @@ def main(pip_audit: str, constraints: str, report: str) -> int:
     ]
     lines = [f"{len(packages) - len(skipped)} of {len(packages)} packages audited", *holes]
     if skipped:
-        lines.append(f"NOT AUDITED: {len(skipped)}, the first as: {skipped[0]}")
+        lines.append(f"NOT AUDITED: {', '.join(skipped)}; as: {next(iter(skipped.values()))}")
     sys.stdout.write("\n".join(lines) + "\n")
     return 1 if holes else 0
 

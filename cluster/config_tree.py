@@ -45,6 +45,8 @@ def override(tree: dict[str, Any], setting: str) -> None:
         node[last] = config_text.parse(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"--set {setting}: not a YAML value", field=dotted) from error
+    except ConfigError as error:
+        raise ConfigError(f"--set {setting}: {error.message}", field=dotted) from error
 
 
 def _child(node: Any, name: str, dotted: str) -> Any:

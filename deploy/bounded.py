@@ -27,15 +27,15 @@ def bounded(who: str, timeout_s: float, call: Callable[[], T]) -> T:
     def ask() -> None:
         try:
             answer.set_result(call())
-        except Exception as error:
+        except BaseException as error:
             answer.set_exception(error)
 
     threading.Thread(target=ask, name=f"{ASKING}{who}", daemon=True).start()
     try:
         return answer.result(timeout_s)
     except TimeoutError:
-        if answer.done():
-            raise
+        if answer.done():  # in the meantime, or it was the call that timed out
+            return answer.result()
         raise StartupError(f"{who} has not answered for {timeout_s:g} s") from None
 
 

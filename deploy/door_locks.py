@@ -44,6 +44,7 @@ class DoorLocks:
         self._cluster = cluster
         self._clock = clock or SystemClock()
         self._held = contextlib.ExitStack()
+        self._fds: list[int] = []
 
     def take(self, config: DeployConfig) -> None:
         """Return once the doors are this cluster's; raises StartupError. Blocks for a moment."""
@@ -55,14 +56,21 @@ class DoorLocks:
             self.release()
             raise
 
+    def keep(self) -> None:
+        """Touch the files, now and then: what sweeps a folder of temporary files leaves them."""
+        for fd in self._fds:
+            os.utime(fd)
+
     def release(self) -> None:
         """Give them back; idempotent. The doors are closed before."""
+        self._fds.clear()
         self._held.close()
 
     def _take(self, host: str, port: int, key: str) -> None:
         path = self._folder / f"door-{host}-{port}.lock"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         self._held.callback(os.close, fd)
+        self._fds.append(fd)
         why = ""
         for _ in self._tries():
             if _try_lock(fd, fcntl.LOCK_EX):

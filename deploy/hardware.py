@@ -10,10 +10,10 @@ _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16", "svebf16"})
 _GB = 10**9
 GPU_BYTES = {
     "T4": 16 * _GB,
-    "V100": 16 * _GB,
+    "V100": 32 * _GB,
     "L4": 24 * _GB,
     "A10G": 24 * _GB,
-    "A100": 40 * _GB,
+    "A100": 80 * _GB,
     "A100-40G": 40 * _GB,
     "A100-80G": 80 * _GB,
     "L40S": 48 * _GB,
@@ -22,7 +22,8 @@ GPU_BYTES = {
     "H200": 141 * _GB,
     "B200": 180 * _GB,
 }
-"""Memory of one GPU by Ray's name of its type, as sold; the smaller where there are two."""
+"""Memory of one GPU by Ray's name of its type, as sold; the larger where two
+have one name, since what is too big for that one fits neither."""
 USABLE_SHARE = 0.92
 """Of a GPU's memory; the rest is the driver's, the libraries' and lost between allocations."""
 

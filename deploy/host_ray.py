@@ -355,7 +355,10 @@ def _shut_down(has_app: bool) -> None:
     except Exception as error:
         logger.warning("Serve's app could not be deleted: %r", error)
     finally:
-        ray.shutdown()
+        # As for whoever leaves a Ray: with a call under way this would end the process at once.
+        # What is left of Ray then is ended with all else that was started.
+        if are_all_answered():
+            ray.shutdown()
 
 
 def _plain(message: str) -> str:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import logging
 import sys
 import threading
 import time
@@ -20,7 +22,7 @@ from cluster.config import HEAD
 from cluster.config_rules import is_loopback
 from cluster.errors import StartupError
 from deploy import calls, doors, proof
-from deploy.bounded import ASKING
+from deploy.bounded import ASKING, bounded
 from deploy.fit import fit, suits
 from deploy.host_ray import RayHost, ask_serve, join_ray, leave_ray, load_ray, ray_nodes
 from deploy.loading import ClusterLoading
@@ -37,10 +39,14 @@ if TYPE_CHECKING:
     from cluster.config import DeployConfig
     from deploy.fit import Node
 
+logger = logging.getLogger(__name__)
+
 _POLL_S = 1.0
 _QUIET_S = 10.0
 _GIVE_UP_S = 5.0
 """Whoever waits for the reason of a failure is not kept for longer."""
+_SILENT_S = 30.0
+"""For Ray to tell what its nodes load."""
 _END_S = 30.0
 """For an app to be gone, once all of it may have drained."""
 _HEAD_RESOURCE = "node:__internal_head__"
@@ -174,7 +180,8 @@ def _wait_until_ready(
         stuck_s = STUCK_S if lack else max(STUCK_S, drain_s + _POLL_S)
         # Most are up before any node need be asked.
         is_long |= watch.still_s >= _QUIET_S
-        watch.look(waits_for, loading.works(now) if is_long else {}, now)
+        works = functools.partial(loading.works, now)
+        watch.look(waits_for, bounded("Ray", _SILENT_S, works) if is_long else {}, now)
         failure = host.failure() or host.start_failure()
         if failure is not None:
             raise failure
@@ -215,15 +222,19 @@ def _wait_until_gone(within_s: float) -> None:
 
 
 def _deployed_drain_s() -> float:
-    """Return how long those that serve now may drain: by their deploy file, and not by the new."""
+    """Return how long those that serve now may drain: by their deploy file, and not by the new.
+
+    0 where nothing serves any more, or what serves was not deployed by a file of ours.
+    """
     from ray.serve.context import _get_global_client
 
     def details() -> Any:
         client: Any = _get_global_client()
         return client.get_serve_details()
 
-    app = ask_serve(details)["applications"][APP_NAME]
-    return float(app["deployed_app_config"]["args"]["config"]["limits"]["drain_s"])
+    app = ask_serve(details)["applications"].get(APP_NAME, {})
+    args = (app.get("deployed_app_config") or {}).get("args", {})
+    return float(args.get("config", {}).get("limits", {}).get("drain_s", 0.0))
 
 
 def _give_up_app() -> None:
@@ -237,9 +248,12 @@ def _give_up_app() -> None:
 def _take_away() -> None:
     # Not for longer than anybody waits: once this process has left Ray, asking would start another.
     deadline = time.monotonic() + _GIVE_UP_S - _POLL_S
-    _delete()
-    while time.monotonic() < deadline and _has_app():
-        time.sleep(_POLL_S)
+    try:
+        while time.monotonic() < deadline and _has_app():
+            _delete()  # each time: a slow hand-over may come to its end meanwhile
+            time.sleep(_POLL_S)
+    except Exception as error:  # Ray and Serve raise what they like
+        logger.warning("what never served could not be taken away: %r", error)
 
 
 def _say(text: str) -> None:

@@ -49,6 +49,8 @@ class RouterReplica:
         """Raise where a door is not open; Serve then replaces this replica."""
         assert self._ingress is not None, "Serve asks after the constructor"
         await self._ingress.check_health()
+        if self._locks is not None:
+            self._locks.keep()
 
     async def __del__(self) -> None:
         """Be ready no more, let nobody new in, let what runs end, and end what is left then."""

@@ -102,7 +102,7 @@ def test_a_key_that_stands_twice_is_refused_with_its_lines(tmp_path, text, field
 
 def test_a_key_that_stands_twice_in_an_override_is_refused(tmp_path):
     path = write(tmp_path, "pools: [{name: a, role: mixed}]")
-    with pytest.raises(ConfigError, match="replicas stands here again"):
+    with pytest.raises(ConfigError, match=r"--set .*replicas stands here again"):
         config.load(path, ["router={replicas: 2, replicas: 1}"])
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import sys
 import threading
 
 import pytest
@@ -142,3 +143,8 @@ def test_an_app_is_waited_for_as_long_as_it_may_drain(monkeypatch, capsys, looks
         assert on_cluster.remove("auto") == 0
         assert capsys.readouterr().out == "taken away\n"
     assert deleted == [False]
+
+
+def test_an_exit_of_the_call_is_told_at_once():
+    with pytest.raises(SystemExit):
+        bounded("Ray", A_MINUTE_S, sys.exit)

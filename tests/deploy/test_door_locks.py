@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -151,3 +152,16 @@ def test_a_router_that_is_killed_leaves_its_doors(make_locks, tmp_path):
         other.kill()
         other.wait(10)
         make_locks().take(config)
+
+
+def test_files_that_are_held_are_kept_young(tmp_path):
+    """What sweeps /tmp of old files would let two clusters have one door."""
+    locks = DoorLocks(tmp_path, OURS)
+    locks.take(make_config())
+    files = sorted(tmp_path.iterdir())
+    for file in files:
+        os.utime(file, (0, 0))
+    locks.keep()
+    assert len(files) == 2
+    assert all(file.stat().st_mtime > 0 for file in files)
+    locks.release()

@@ -91,6 +91,17 @@ def test_what_stands_still_ends_with_its_pool_and_what_serve_says(deploy):
     assert deploy.given_up
 
 
+def test_a_ray_that_tells_nothing_more_ends_it(deploy, monkeypatch):
+    """Point 9: its calls have no timeout, and it hangs once the app is handed over."""
+    monkeypatch.setattr(on_cluster, "_SILENT_S", 0.05)
+    is_over = threading.Event()
+    message, at = deploy(lambda at: dict.fromkeys("d", is_over.wait(30)))
+    is_over.set()
+    assert message == "Ray has not answered for 0.05 s"
+    assert at <= 45.0
+    assert deploy.given_up
+
+
 def test_whoever_loads_has_as_long_as_it_takes(deploy):
     message, at = deploy(lambda at: {"d": at})
     assert message.startswith("not ready after 1800 s: ")
@@ -160,3 +171,14 @@ def test_a_serve_that_does_not_answer_keeps_nobody_from_the_reason(deploy, monke
     message, _ = deploy()
     assert message.startswith("not ready")
     hangs.set()
+
+
+@pytest.mark.parametrize(
+    "app", [{}, {"deployed_app_config": None}, {"deployed_app_config": {"args": {"x": 1}}}]
+)
+def test_what_no_deploy_file_of_ours_put_there_drains_for_no_time(monkeypatch, app):
+    """It went meanwhile, or was started by other means."""
+    pytest.importorskip("ray.serve")
+    applications = {"pdserve": app} if app else {}
+    monkeypatch.setattr(on_cluster, "ask_serve", lambda question: {"applications": applications})
+    assert on_cluster._deployed_drain_s() == 0.0
