@@ -1,11 +1,10 @@
 """Who waits for blocks on a decode worker: in which order, and for how long.
 
 Higher tiers go first, where tiers take from one another, and whoever has aged is of the highest.
-Within one, offers of exports that waited
-elsewhere go first, then the others; each of the two first come, first served, and nobody passes one
-that does not fit yet. Nobody waits for longer than a short patience, though: a refused export waits
-where its KV is, so that no decode memory is kept for it, and the prefill worker knows where it
-stands.
+Within one, offers of exports that waited elsewhere go first, then the others; each of the two first
+come, first served, and nobody passes one that does not fit yet. Nobody waits for longer than a
+short patience, though: a refused export waits where its KV is, so that no decode memory is kept for
+it, and the prefill worker knows where it stands.
 """
 
 from __future__ import annotations
@@ -82,16 +81,17 @@ class WaitingImports:
         self._tier_of = tier_of
         self._lines: dict[_Line, OrderedDict[str, Import]] = {}
         """None of them is empty."""
+        self._num_waiting = 0
 
     def __len__(self) -> int:
-        """Return how many wait."""
-        return sum(map(len, self._lines.values()))
+        """Return how many wait; any thread may ask."""
+        return self._num_waiting
 
     def add(self, entry: Import, now: float) -> None:
         """Put one at the end of its line."""
         entry.waits_since = now
         entry.tier = self._tier(entry, now)
-        self._lines.setdefault(_line(entry), OrderedDict())[entry.handoff_id] = entry
+        self._put(entry)
 
     def age(self, now: float) -> bool:
         """Move up those who have aged while they wait; whether there were any."""
@@ -100,8 +100,7 @@ class WaitingImports:
         for entry in aged:
             self.remove(entry)
             entry.tier = self._tier(entry, now)
-            line = self._lines.setdefault(_line(entry), OrderedDict())
-            line[entry.handoff_id] = entry
+            line = self._put(entry)
             for later in [e for e in line.values() if e.waits_since > entry.waits_since]:
                 line.move_to_end(later.handoff_id)
         return bool(aged)
@@ -113,6 +112,7 @@ class WaitingImports:
         name = _line(entry)
         line = self._lines.get(name, OrderedDict())
         was_there = line.pop(entry.handoff_id, None) is not None
+        self._num_waiting -= was_there
         if was_there and not line:
             del self._lines[name]
         return was_there
@@ -130,6 +130,12 @@ class WaitingImports:
         if oldest is None or now < oldest.waits_since + self.patience_s:
             return None
         return oldest
+
+    def _put(self, entry: Import) -> OrderedDict[str, Import]:
+        line = self._lines.setdefault(_line(entry), OrderedDict())
+        self._num_waiting += entry.handoff_id not in line
+        line[entry.handoff_id] = entry
+        return line
 
     def _tier(self, entry: Import, now: float) -> int:
         assert entry.opened is not None, "joined before it waits"

@@ -3,7 +3,8 @@
 The life of a DECODE leg, as queues; each line names what moves it on:
 
  1. waiting for its offer    ``start_leg`` gives it to ``Inbox.leg_arrived``; either comes first
- 2. waiting for blocks       ``Inbox.reserve_waiting``: free blocks, first come first served
+ 2. waiting for blocks       ``Inbox.reserve_waiting``: free blocks, in the order of
+                             ``reservations``
  3. reserved, being sent     ``Inbox.on_signal``: the manifest, then the bytes, piece by piece
  4. the engine's queue       ``on_imported``, ``_go_on``: its first token goes out again, its
                              sequence has the prompt computed and the imported blocks under its key

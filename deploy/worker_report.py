@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from cluster.control.facts import BlockCounts, Registration, TransferSample, WorkerReport
+from cluster.engine.victims import freed_in_turn
 from cluster.request import FinishReason
 from deploy.worker_life import WorkerState
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from cluster.clock import Clock
     from cluster.config import PoolConfig, Role
     from cluster.engine.loop import EngineLoop
     from cluster.engine.rules import Rules
     from cluster.engine.snapshot import EngineSnapshot
+    from cluster.engine.victims import Holdings
     from cluster.kv.block_pool import BlockPool
-    from cluster.request import Leg, Peer
+    from cluster.request import Leg, LegKey, Peer
+    from cluster.rpc.legs import OpenLeg
     from deploy.worker_legs import WorkerLegs
     from deploy.worker_life import WorkerLife
     from deploy.worker_parts import WorkerParts
@@ -84,8 +90,10 @@ class WorkerReporter:
     def report(self) -> WorkerReport:
         """Return the load now; takes the transfers since the last report with it."""
         snapshot = self._engine.snapshot()
+        firm = self._firm(snapshot)
         with self._blocks.lock:
-            counts, takable = self._blocks.counts(), self._takable(snapshot)
+            counts = self._blocks.counts()
+            takable = self._takable(snapshot.holdings, {opened.key for opened in firm})
         prefill, decode = self._prefill, self._decode
         grants: set[str] = set()
         for half in (prefill, decode):
@@ -131,24 +139,26 @@ class WorkerReporter:
             counters=self._counters(snapshot),
             is_draining=self._life.is_draining,
             takable_blocks=takable,
-            firm_grants=self._firm(snapshot),
+            firm_grants=tuple(sorted({o.leg.grant_id for o in firm if o.leg.grant_id})),
         )
 
-    def _takable(self, snapshot: EngineSnapshot) -> tuple[int, ...]:
-        """Count blocks that sequences would give up; with the pool's lock, as of ``counts``."""
+    def _takable(self, holdings: Holdings, firm: Collection[LegKey]) -> tuple[int, ...]:
+        """Count what sequences would give up, the lower tiers first; with the pool's lock, as of
+        ``counts``."""
+        giving = [(tier, key) for tier, key in holdings.giving if key not in firm]
+        giving.sort(key=itemgetter(0))
+        freed = freed_in_turn(self._blocks, (key for _, key in giving))
         takable: Counter[int] = Counter()
-        for tier, key in snapshot.holdings.giving:
-            # What others share with it stays with those.
-            takable[tier] += sum(n == 1 for n in self._blocks.num_holders(key).values())
+        for (tier, _), num_blocks in zip(giving, freed, strict=True):
+            takable[tier] += num_blocks
         return tuple(takable[tier] for tier in range(max(takable, default=-1) + 1))
 
-    def _firm(self, snapshot: EngineSnapshot) -> tuple[str, ...]:
-        """Grants of those that the engine keeps from higher tiers, and of all that have aged:
-        they may wait for blocks, or as exports."""
+    def _firm(self, snapshot: EngineSnapshot) -> list[OpenLeg]:
+        """Return the legs that the engine keeps from higher tiers, and all that have aged: they may
+        wait for blocks, or as exports."""
         firm, rules, now = snapshot.holdings.firm, self._rules, self._clock.now()
         legs = [opened for half in self._legs.halves for opened in half.book]
-        kept = [o for o in legs if o.key in firm or rules.is_firm(o.arrived, now)]
-        return tuple(sorted({opened.leg.grant_id for opened in kept if opened.leg.grant_id}))
+        return [o for o in legs if o.key in firm or rules.is_firm(o.arrived, now)]
 
     def _gone(self) -> tuple[tuple[int, ...], bool]:
         """What the control plane believes to be cached and is not, by its names."""

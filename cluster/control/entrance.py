@@ -67,5 +67,5 @@ class Entrance:
             request_s=self.pace.request_s(now, mean_tokens),
             is_fair=queue.is_fair,
             tenants=queue.tenants,
-            standings=queue.standings,
+            standings=queue.standings(now),
         )

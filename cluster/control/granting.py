@@ -96,7 +96,6 @@ class Granter:
         charges, tier = {}, self._rule.tier(want)
         if route.prefill is not None and not route.is_export:
             charges[route.prefill.worker_id] = Charge(
-                slots=0,
                 blocks=route.prefill.blocks_for(want.num_prompt_tokens),
                 prompt_tokens=want.num_prompt_tokens,
                 tier=tier,
@@ -105,7 +104,6 @@ class Granter:
         if route.decode is not None:
             is_local = route.prefill is None
             charges[route.decode.worker_id] = Charge(
-                slots=1,
                 blocks=route.decode.blocks_for(self._rule.decode_tokens(want)),
                 prompt_tokens=want.num_prompt_tokens if is_local else 0,
                 tier=tier,

@@ -182,6 +182,11 @@ class Ledger:
             sender = self.workers[record.pair[0]]
             sender.sending[record.grant.grant_id] = record.export_grant_id
 
+    def sent_again(self, record: GrantRecord, now: float) -> None:
+        """Give the workers of a grant their time anew: its router has only now heard of it."""
+        for entry in self._entries_of(record):
+            entry.sent_again(record.grant.grant_id, now)
+
     def export_waits(self, export: ExportRef) -> None:
         """Forget the decode legs of all grants that an export had so far: their handoffs failed.
 

@@ -11,8 +11,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from cluster.config import Batching, Policy, Preemption
-from cluster.policy.tiers import Tiers
+from cluster.config import Preemption
+from cluster.policy.tiers import Tiers, tiers_take
 
 if TYPE_CHECKING:
     from cluster.config import DeployConfig, PoolConfig
@@ -26,6 +26,7 @@ class Kind(NamedTuple):
 
     rivals: Hashable
     may_be_local: bool
+    """Whether a decode worker may prefill them where that costs less."""
     tier: int
 
 
@@ -44,8 +45,6 @@ class Needs:
 
     is_special: bool = False
     """Whether it is the kind of one want alone."""
-    may_be_local: bool = False
-    """Whether a decode worker may prefill it where that costs less."""
     tier: int = 0
     """Requests of lower tiers give way to it where there is no room; 0: nobody does."""
 
@@ -86,7 +85,6 @@ class NeedsRule:
             prefill_tokens=self._round(want.num_prompt_tokens),
             decode_tokens=self.decode_tokens(want),
             is_special=is_special,
-            may_be_local=may_be_local,
             tier=tier,
         )
 
@@ -141,12 +139,9 @@ class NeedsRule:
 def takes_from_below(config: DeployConfig, pool: PoolConfig | None = None) -> bool:
     """Whether a higher tier takes from lower ones on some worker, or on those of a pool."""
     scheduling = config.scheduling
+    preempts = scheduling.preemption is not Preemption.OFF
     pools = config.pools if pool is None else (pool,)
-    return (
-        scheduling.policy is Policy.PRIORITY
-        and scheduling.preemption is not Preemption.OFF
-        and any(pool.batching is Batching.CONTINUOUS for pool in pools)
-    )
+    return any(tiers_take(scheduling.policy, p.batching, preempts=preempts) for p in pools)
 
 
 def _is_special(want: Want) -> bool:

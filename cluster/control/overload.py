@@ -7,7 +7,8 @@ will fit its deadline.
 
 A queue that is full of lower tiers is not full for the first of a higher one, who goes before them
 all and perhaps at once, to where they find no room: whoever has nobody ahead may exceed the bounds,
-by a small surplus of requests. The next of its tier is refused like everybody while it waits.
+by a small surplus of requests. The next of its tier is refused like everybody while it waits, and
+so is the first while some of the lower ones have aged: these go before it.
 
 Whose fault it is decides what a client is told. A caller with more than an even share of what
 waits, while others wait too, has had its share (429); else the cluster is full (503).

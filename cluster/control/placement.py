@@ -88,7 +88,7 @@ class Placement:
         self._local = LocalPrefillRule(config.scheduling, ledger, costs)
         self.rule = NeedsRule(config, self._capacity, self._local, settings.growth_tokens)
         self._pools = {pool.name: pool for pool in config.pools}
-        self._known_ways: dict[tuple[Hashable, bool], _Ways | NoRoute] = {}
+        self._known_ways: dict[tuple[Kind, bool], _Ways | NoRoute] = {}
         self._ways_known_at = self._grown_at = 0
         self._fleet = Fleet(config, ledger, costs, self.rule.most_tokens)
 
@@ -225,7 +225,8 @@ class Placement:
 
     def _ways(self, want: Want, kind: Hashable, *, may_fall_back: bool) -> _Ways | NoRoute:
         """Return whom it may use; the same for all of a kind until workers come or go."""
-        if want.avoid or want.export is not None:
+        if not isinstance(kind, Kind):
+            # A special one's own, for which there will be no other.
             return self._find_ways(want, may_fall_back=may_fall_back)
         if self._ways_known_at != self._ledger.num_changes:
             self._ways_known_at = self._ledger.num_changes

@@ -121,6 +121,7 @@ class Planner:
         record = self._answer_to(want)
         if record is not None and not record.is_taken_back:
             record.router_id = router_id
+            self._ledger.sent_again(record, now)
             return [SendGrant(router_id=router_id, grant=record.grant)]
         if record is not None:
             self._ledger.remove_grant(record)

@@ -23,7 +23,7 @@ from cluster.policy.tiers import Tiers
 from cluster.policy.work import OutputEstimates
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Iterator
+    from collections.abc import Collection, Hashable, Iterator, Mapping
 
     from cluster.config import SchedulingConfig
     from cluster.control.ledger import GrantRecord, WantKey
@@ -43,6 +43,7 @@ class Waiting:
     ticket: Ticket
     deadline: float
     entered: float
+    standing: int
     routeless_since: float | None = None
     """Since when no worker is there that could serve it."""
 
@@ -65,7 +66,7 @@ class WaitingQueue:
         self._tiers = Tiers.of(scheduling)
         self._rule = rule
         self._ahead_of = Ahead.OF_TIER if rule.tiers_take else Ahead.OF_ALL
-        self._queue: PolicyQueue[Waiting] = PolicyQueue(self._ordering)
+        self._queue: PolicyQueue[Waiting] = PolicyQueue(self._ordering, self._has_aged)
         self._outputs = OutputEstimates()
         self._deadlines: list[tuple[float, int, WantKey]] = []
         self._orders = itertools.count()
@@ -86,8 +87,7 @@ class WaitingQueue:
         """Prompt tokens that wait."""
         self.tenants: Counter[str] = Counter()
         """Wants by tenant."""
-        self.standings: Counter[int] = Counter()
-        """Wants by ``Ordering.standing``."""
+        self._standings: Counter[int] = Counter()
 
     def __len__(self) -> int:
         """Return the number of wants."""
@@ -111,6 +111,7 @@ class WaitingQueue:
         It was checked.
         """
         tier, needs = self._tiers.rank(want.priority), self._rule.needs(want)
+        work = self._work(want)
         old = self.remove((want.request_id, want.attempt))
         waiting = Waiting(
             want=want,
@@ -121,12 +122,13 @@ class WaitingQueue:
                 order=next(self._orders) if old is None else old.ticket.order,
                 tier=tier if self._ordering.policy is Policy.PRIORITY else 0,
                 tenant=want.tenant,
-                work=self._work(want),
+                work=work,
                 group=self._rule.group(want, needs),
                 ahead=Ahead.NO if want.export is None else self._ahead_of,
             ),
             deadline=now + want.remaining_s,
             entered=now if old is None else old.entered,
+            standing=self._ordering.standing(tier=tier, work=work),
             routeless_since=None if old is None else old.routeless_since,
         )
         self._queue.add(waiting.key, waiting, waiting.ticket)
@@ -203,9 +205,14 @@ class WaitingQueue:
         return self._ordering.is_fair
 
     def standing(self, want: Want) -> int:
-        """Return the rough place that a want would have, or has."""
+        """Return the rough place of a want that has not aged."""
         tier = self._tiers.rank(want.priority)
         return self._ordering.standing(tier=tier, work=self._work(want))
+
+    def standings(self, now: float) -> Mapping[int, int]:
+        """Return how many wants have each ``Ordering.standing`` now."""
+        self._queue.age(now)
+        return self._standings
 
     def smallest(self, kind: Kind) -> Needs:
         """Return the least prefill and the least decode room that any want of a kind needs."""
@@ -247,12 +254,17 @@ class WaitingQueue:
         if self._ordering.is_fair:
             self._queue.tenants.charge(record.tenant, num_output_tokens - record.counted_tokens)
 
+    def _has_aged(self, waiting: Waiting) -> None:
+        _count_in(self._standings, waiting.standing, -1)
+        ticket = waiting.ticket
+        waiting.standing = self._ordering.standing(tier=ticket.tier, work=ticket.work, is_aged=True)
+        _count_in(self._standings, waiting.standing, 1)
+
     def _count(self, waiting: Waiting, change: int) -> None:
         needs, ticket = waiting.needs, waiting.ticket
         self.num_tokens += change * waiting.want.num_prompt_tokens
-        standing = self._ordering.standing(tier=ticket.tier, work=ticket.work)
         _count_in(self.tenants, ticket.tenant, change)
-        _count_in(self.standings, standing, change)
+        _count_in(self._standings, waiting.standing, change)
         if needs.is_special:
             self.num_special += change
             return

@@ -32,9 +32,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Charge:
-    """What one leg takes on its worker."""
+    """What one leg takes on its worker, beside its slot."""
 
-    slots: int
     blocks: int
     prompt_tokens: int
     """Prompt tokens that it will compute there."""
@@ -108,7 +107,7 @@ class WorkerEntry:
     charges: dict[str, Charge] = field(default_factory=dict)
     """Of unseen and held legs, by grant."""
     unseen: dict[str, float] = field(default_factory=dict)
-    """When each unseen leg was granted."""
+    """When each unseen leg was granted, or its grant was last sent."""
     done_at: dict[str, float] = field(default_factory=dict)
     """Held legs whose router is through with them, and since when."""
     sending: dict[str, str] = field(default_factory=dict)
@@ -190,6 +189,11 @@ class WorkerEntry:
         self.charges[grant_id] = charge
         self.unseen[grant_id] = now
         self._recount((grant_id,))
+
+    def sent_again(self, grant_id: str, now: float) -> None:
+        """Wait for an unseen leg from now on; nothing happens where it is not unseen."""
+        if grant_id in self.unseen:
+            self.unseen[grant_id] = now
 
     def drop_unseen(self, grant_id: str) -> bool:
         """Take an unseen leg back; False where it is not unseen."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from cluster.config import Batching, Policy, Preemption
 from cluster.policy.batching import Gate, make_gate
 from cluster.policy.order import Ordering
-from cluster.policy.tiers import Tiers
+from cluster.policy.tiers import Tiers, tiers_take
 
 if TYPE_CHECKING:
     from cluster.config import PoolConfig, SchedulingConfig
@@ -45,8 +45,7 @@ class Rules:
     @property
     def takes_from_below(self) -> bool:
         """Whether a sequence may take the slot or the blocks of one of a lower tier."""
-        is_continuous = self.batching is Batching.CONTINUOUS
-        return self.preempts and is_continuous and self.ordering.policy is Policy.PRIORITY
+        return tiers_take(self.ordering.policy, self.batching, preempts=self.preempts)
 
     def taking_tier(self, name: str, arrived: float, now: float) -> int:
         """Return how high an import stands that arrived then, where tiers take from lower ones:

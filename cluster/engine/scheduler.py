@@ -5,11 +5,11 @@ One rule serves prefill, chunks, decode, recompute and resumed work: a sequence 
 
 1. Sequences past their deadline end, wherever they are.
 2. Running sequences get the blocks that their next token needs, the most senior first: higher
-   tiers, and in a tier the oldest. If the pool is short, the most junior sequence that holds
-   blocks gives up all of them and is computed again later, or its KV waits in the swap buffer
-   (``swapping``); it goes to the front of its tier's queue and keeps its output. Nobody takes from
-   a more senior one that runs, nor imported KV of a higher tier unless that finds no slot in 3:
-   the most junior waits where it is until blocks become free.
+   tiers, and in a tier the oldest. If the pool is short, the most junior that holds blocks (those
+   who have aged after all others) gives up all of them and is computed again later, or its KV waits
+   in the swap buffer (``swapping``); it goes to the front of its tier's queue and keeps its output.
+   Nobody takes from a more senior one that runs, nor imported KV of a higher tier unless that finds
+   no slot in 3: the most junior waits where it is until blocks become free.
 3. Waiting sequences are admitted in the policy's order while the batch takes new members
    (``policy.batching``), and there are blocks for all their tokens and for the growth of
    everybody's next token. One that does not fit now is passed by those behind it that do, but by
@@ -303,9 +303,9 @@ class StepScheduler:
                 continue
             growth = self._room.next_growth(sequence)
             promised = self._room.promised(sequence, now)
-            num_spare = 0 if brings_blocks else num_growing + growth + promised
+            num_spare = promised if brings_blocks else num_growing + growth + promised
             if num_open < 1:
-                lack = self._room.lack(sequence, num_spare)
+                lack = self._room.lack(sequence, 0 if brings_blocks else num_spare)
                 if not self._preempt_below(lack, now, needs_slot=True):
                     if not self._rules.takes_from_below:
                         break

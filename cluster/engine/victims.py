@@ -1,13 +1,15 @@
 """Who gives up its blocks, and perhaps its slot, when another may take them.
 
-Low tiers give way before high ones; in a tier those that wait with imported KV before those that
-run, and the youngest first, by when their routers took them. One that has been preempted
-``max_preemptions`` times holds all the blocks it may ever need when it runs again, and is left
-alone.
+Low tiers give way before high ones, and in a tier the youngest first, by when their routers took
+them. To one that runs and must grow those that wait with imported KV give before those that run in
+their tier, and those who have aged last, whatever their tier; to higher tiers these give nothing.
+One that has been preempted ``max_preemptions`` times holds all the blocks it may ever need when it
+runs again, and is left alone.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -18,7 +20,7 @@ from cluster.policy.order import Ordering
 from cluster.request import LegKey
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
     from cluster.engine.rules import Rules
     from cluster.engine.sequence import Sequence
@@ -90,6 +92,8 @@ class Victims:
             for other in self._holders(live)
             if other.tier < tier and not self._has_aged(other, now)
         ]
+        if sum(len(other.block_ids) for other in lower) < num_blocks:
+            return []
         lower.sort(key=lambda other: (other.tier, -other.arrived, -other.order))
         if needs_slot:
             runs = (other for other in lower if other.state is SequenceState.RUNNING)
@@ -100,14 +104,9 @@ class Victims:
             lower.insert(0, first)
         elif num_blocks <= 0:
             return []
-        num_letting_go: Counter[int] = Counter()
-        num_freed = 0
-        for number, other in enumerate(lower, start=1):
-            for block_id, num_holders in self.pool.num_holders(other.key).items():
-                num_letting_go[block_id] += 1
-                # What others share with them stays with those.
-                num_freed += num_letting_go[block_id] == num_holders
-            if num_freed >= num_blocks:
+        num_freed = itertools.accumulate(freed_in_turn(self.pool, (s.key for s in lower)))
+        for number, count in enumerate(num_freed, start=1):
+            if count >= num_blocks:
                 return lower[:number]
         return []
 
@@ -138,6 +137,19 @@ class Victims:
             for other in live
             if other.block_ids and other.num_preemptions < self.max_preemptions
         ]
+
+
+def freed_in_turn(pool: BlockPool, keys: Iterable[LegKey]) -> Iterator[int]:
+    """Iterate over how many blocks become free as each of these lets go of its own, in turn.
+
+    What others share with them stays with those. Whoever wants it as of one instant holds the
+    pool's lock.
+    """
+    num_letting_go: Counter[int] = Counter()
+    for key in keys:
+        num_own, shared = pool.shares_of(key)
+        num_letting_go.update(shared.keys())
+        yield num_own + sum(num_letting_go[block_id] == n for block_id, n in shared.items())
 
 
 def _giving(sequence: Sequence) -> tuple[int, bool, float, int]:

@@ -91,10 +91,12 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()  # longest unused first
         self._held: dict[Holder, list[int]] = {}
         self._num_holders: dict[int, int] = {}
+        self._shared: set[int] = set()  # held, and by more than one at once, now or before
         self._importing: dict[str, _Import] = {}
         self._fenced: dict[str, tuple[int, ...]] = {}
         self._num_set_aside = 0
-        self._demand: Demand | None = None
+        self.demand: Demand | None = None
+        """What was asked for last, by ``ask``."""
         self._subscribers: tuple[Callable[[], None], ...] = ()
 
     @property
@@ -174,10 +176,13 @@ class BlockPool:
         self._tell()
         return block_ids
 
-    def num_holders(self, holder: Holder) -> dict[int, int]:
-        """Return how many have each of the holder's blocks, itself among them."""
+    def shares_of(self, holder: Holder) -> tuple[int, dict[int, int]]:
+        """Return how many blocks nobody but the holder has, and how many have each of its others;
+        of these it may be the last one."""
         with self.lock:
-            return {block_id: self._num_holders[block_id] for block_id in self.blocks_of(holder)}
+            block_ids = self._held.get(holder, ())
+            shared = self._shared.intersection(block_ids) if self._shared else ()
+            return len(block_ids) - len(shared), {b: self._num_holders[b] for b in shared}
 
     def blocks_of(self, holder: Holder) -> tuple[int, ...]:
         """Return the holder's blocks in the order of their tokens; empty if it has none."""
@@ -233,7 +238,7 @@ class BlockPool:
                 return None
             block_ids = self._take(num_blocks)
             self._importing[handoff_id] = _Import(key, tuple(block_ids))
-            has_asked, self._demand = self._demand is not None, None
+            has_asked, self.demand = self.demand is not None, None
         if has_asked:
             self._tell()
         return block_ids
@@ -299,11 +304,6 @@ class BlockPool:
         if has_more:
             self._tell()
 
-    @property
-    def demand(self) -> Demand | None:
-        """What was asked for last."""
-        return self._demand
-
     def ask(self, demand: Demand | None) -> None:
         """Ask whoever schedules sequences to make room; replaces the last call.
 
@@ -312,8 +312,8 @@ class BlockPool:
         if demand is not None and demand.tier < 1:
             demand = None
         with self.lock:
-            is_new = demand != self._demand
-            self._demand = demand
+            is_new = demand != self.demand
+            self.demand = demand
         if is_new:
             self._tell()
 
@@ -332,8 +332,7 @@ class BlockPool:
         """Prove that every block is in exactly one state and every holder is counted; of the swap
         buffer, that every slot is free or somebody's.
 
-        Raises AssertionError that names what is wrong. Used when a worker is idle and at the end
-        of tests.
+        Raises AssertionError that names what is wrong. For idle workers, and the ends of tests.
         """
         with self.lock:
             check_books(
@@ -343,6 +342,7 @@ class BlockPool:
                     cached=self._cached,
                     held=self._held,
                     num_holders=self._num_holders,
+                    shared=self._shared,
                     importing={h: entry.block_ids for h, entry in self._importing.items()},
                     fenced=dict(self._fenced),
                     findable=self.prefix.block_ids() if self.prefix is not None else frozenset(),
@@ -357,14 +357,17 @@ class BlockPool:
 
     def _evict(self) -> int:
         block_id, _ = self._cached.popitem(last=False)
-        self._forget(block_id)
+        if self.prefix is not None:
+            self.prefix.forget(block_id)
         return block_id
 
     def _hold(self, holder: Holder, block_ids: Sequence[int]) -> None:
         if block_ids:
             self._held.setdefault(holder, []).extend(block_ids)
         for block_id in block_ids:
-            self._num_holders[block_id] = self._num_holders.get(block_id, 0) + 1
+            count = self._num_holders[block_id] = self._num_holders.get(block_id, 0) + 1
+            if count > 1:
+                self._shared.add(block_id)
 
     def _let_go(self, block_ids: Sequence[int]) -> None:
         bare = []
@@ -372,6 +375,7 @@ class BlockPool:
             self._num_holders[block_id] -= 1
             if not self._num_holders[block_id]:
                 del self._num_holders[block_id]
+                self._shared.discard(block_id)
                 bare.append(block_id)
         self._give_back(bare)
 
@@ -383,10 +387,6 @@ class BlockPool:
                 self._cached[block_id] = None
             else:
                 self._free.append(block_id)
-
-    def _forget(self, block_id: int) -> None:
-        if self.prefix is not None:
-            self.prefix.forget(block_id)
 
     def _check_prefix(self, prefix: Sequence[int], holder: Holder) -> None:
         if prefix and holder in self._held:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping, Set
 from dataclasses import dataclass
 
 from cluster.kv.swap_buffer import SwapBuffer
@@ -20,6 +20,8 @@ class PoolBooks:
     """Each holder's blocks."""
     num_holders: Mapping[int, int]
     """Block -> how many hold it, as the pool counted along."""
+    shared: Set[int]
+    """Held blocks, among them all that several hold."""
     importing: Mapping[str, Iterable[int]]
     fenced: Mapping[str, Iterable[int]]
     findable: Collection[int]
@@ -88,6 +90,10 @@ def _miscounted(books: PoolBooks) -> Iterable[str]:
             yield f"block {block_id} is held by {names}, but {counted} holders are counted"
         elif len(set(found)) != len(found):
             yield f"block {block_id} is held twice by one of {found}"
+        if len(found) > 1 and block_id not in books.shared:
+            yield f"block {block_id} has {len(found)} holders, and is not listed as shared"
+    for block_id in sorted(books.shared - holders.keys()):
+        yield f"block {block_id} has no holder, and is listed as shared"
 
 
 def _unindexed(books: PoolBooks, places: Mapping[int, list[str]]) -> Iterable[str]:

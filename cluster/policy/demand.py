@@ -6,8 +6,8 @@
 The first says that whoever waits is computed within the TTFT target beside what comes meanwhile.
 While workers are still starting only what comes counts: what waits because of that is not load.
 Neither half is asked for what the other cannot give it: requests that find no place to decode in,
-though all workers were there, are no work for prefill; prompts that nobody computes are none for
-decoding.
+not even with all workers that may come, are no work for prefill; prompts that nobody computes are
+none for decoding.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ class Inflow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """What decode workers have for sequences; an unknown residence limits nothing."""
+    """What decode workers have for sequences; an unknown residence, or none, limits nothing."""
 
     capacity: float
     """Sequences that all of them hold."""
@@ -238,10 +238,11 @@ class Places:
     """For how long each stays."""
 
     def admitted(self, num_waiting: float, within_s: float) -> float:
-        """Return the share of those that wait that finds a place within this time."""
+        """Return the share of those that wait that finds a place within this time: one that is
+        free now, or that is free again, however often."""
         if not num_waiting or not self.residence_s:
             return 1.0
-        num_ending = min(self.num_taken, self.capacity) * within_s / self.residence_s
+        num_ending = self.capacity * within_s / self.residence_s
         num_free = max(0.0, self.capacity - self.num_taken)
         return min(1.0, (num_free + num_ending) / num_waiting)
 

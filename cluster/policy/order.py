@@ -104,9 +104,10 @@ class Ordering:
         work = ticket.work if self.policy is Policy.SJF else 0.0
         return (2, work, ticket.arrived, ticket.order)
 
-    def standing(self, *, tier: int, work: float) -> int:
-        """Return a rough place among those that have not aged: who has a lower one goes first, who
-        has the same may."""
+    def standing(self, *, tier: int, work: float, is_aged: bool = False) -> int:
+        """Return a rough place: who has a lower one goes first, who has the same may."""
+        if is_aged:
+            return 0
         if self.policy is Policy.PRIORITY:
             return self.num_tiers - 1 - tier
         return int(work).bit_length() if self.policy is Policy.SJF else 0

@@ -68,8 +68,10 @@ class _Lines(Generic[T]):
 class PolicyQueue(Generic[T]):
     """The waiting requests of one place, each under a name of its own."""
 
-    def __init__(self, ordering: Ordering) -> None:
+    def __init__(self, ordering: Ordering, on_aged: Callable[[T], None] = lambda _: None) -> None:
+        """``on_aged`` is called with whoever goes before all younger ones from now on."""
         self.ordering = ordering
+        self._on_aged = on_aged
         self.tenants = TenantCounters()
         self._entries: dict[Hashable, _Entry[T]] = {}
         self._levels: dict[int, dict[str, _Lines[T]]] = {}
@@ -133,14 +135,15 @@ class PolicyQueue(Generic[T]):
 
         With a ``sieve`` it leaves out groups, and tells of them.
         """
-        self._age(now)
+        self.age(now)
         return Walk(self._levels, self.tenants, self.ordering, sieve)
 
     def in_order(self, now: float) -> list[T]:
         """Return all of them in order."""
         return list(self.walk(now))
 
-    def _age(self, now: float) -> None:
+    def age(self, now: float) -> None:
+        """Move those who have aged by now; each walk begins with it."""
         while self._aging and self._aging[0][0] <= now:
             _, order, name = heapq.heappop(self._aging)
             entry = self._entries.get(name)
@@ -150,6 +153,7 @@ class PolicyQueue(Generic[T]):
                 entry.level = self.ordering.level(entry.ticket, is_aged=True)
                 entry.place = self.ordering.place(entry.ticket, is_aged=True)
                 self._lines(entry).add(entry)
+                self._on_aged(entry.item)
 
     def _lines(self, entry: _Entry[T]) -> _Lines[T]:
         level = self._levels.setdefault(entry.level, {})

@@ -10,7 +10,8 @@ Each look goes by the sums of a role's pools, mixed ones counted for both:
 Between the two shares nothing moves, and after a step down what is asked has to grow by a third
 before a step up: a load that stands still settles, one that comes and goes faster than ``quiet_s``
 keeps what its peaks need. Prefill is decided first, since decoding can be asked for no more than
-prompts are computed; prefill itself for no more than decoding has places for, with all its workers.
+prompts are computed; prefill itself for no more than decoding has places for, with all workers that
+may still come to it.
 
 Workers that were asked for count before they are there. One that was there and is gone doesn't,
 until the next has come in its place: what waits meanwhile is work for those that are left.
@@ -123,7 +124,8 @@ class Scaler:
         places = demand.Places(
             capacity=self._capacity(Role.DECODE, most, now),
             num_taken=num_there + num_coming - load.num_waiting,
-            residence_s=self._residence_s(load),
+            # Who ends with his first token, which prefill draws, needs no place.
+            residence_s=max(0.0, load.expected_output_tokens - 1.0) * self._step_s(),
         )
         admitted = places.admitted(load.num_waiting, ttft_s)
         left, behind = demand.prefill_backlog(self._pools, load, admitted)

@@ -5,12 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cluster.config import Batching, Policy
 from cluster.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from cluster.config import SchedulingConfig
 
 FIELD = "priority"
+
+
+def tiers_take(policy: Policy, batching: Batching, *, preempts: bool) -> bool:
+    """Whether on such a worker higher tiers take slots and blocks of lower ones."""
+    return preempts and batching is Batching.CONTINUOUS and policy is Policy.PRIORITY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

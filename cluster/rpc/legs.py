@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 
 _MAX_ENDED = 1024
+_MOMENT_S = 0.25
+"""What a leg waited is measured in two processes, and on its way between them nobody counts: legs
+that differ by less go in the order in which they came."""
 
 
 class LegSink(Protocol):
@@ -170,6 +173,7 @@ class LegBook:
         self._open: dict[LegKey, OpenLeg] = {}
         self._news: dict[LegSink, _News] = {}
         self._ended: deque[PromptPrefix] = deque(maxlen=_MAX_ENDED)
+        self._latest = float("-inf")
         self.counts: Counter[str] = Counter()
         """``received`` and, by outcome, ended legs; their sums agree when none is open."""
 
@@ -192,12 +196,23 @@ class LegBook:
     def open(self, leg: Leg, sink: LegSink, now: float) -> OpenLeg:
         """Write a leg down; its key must not be open."""
         assert leg.key not in self._open, f"leg {leg.key} is open already"
-        arrived, deadline = now - leg.waited_s, now + leg.remaining_s
-        opened = OpenLeg(leg=leg, sink=sink, arrived=arrived, deadline=deadline)
+        opened = OpenLeg(
+            leg=leg,
+            sink=sink,
+            arrived=self._arrived(now - leg.waited_s),
+            deadline=now + leg.remaining_s,
+        )
         self._open[leg.key] = opened
         self.counts["received"] += 1
         self._on_change()
         return opened
+
+    def _arrived(self, measured: float) -> float:
+        """Return since when a leg waits: as measured, but not a moment before the last one's."""
+        if self._latest - _MOMENT_S < measured:
+            self._latest = max(self._latest, measured)
+            return self._latest
+        return measured
 
     def grants(self) -> Iterable[str]:
         """Return the grants of the open legs."""

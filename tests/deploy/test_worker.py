@@ -9,6 +9,8 @@ import pytest
 from cluster.config import DeployConfig, Policy, PoolConfig, Role
 from cluster.engine import loop as loop_module
 from cluster.engine.plan import SequenceEnd, StepEvents
+from cluster.engine.snapshot import EngineSnapshot
+from cluster.engine.victims import Holdings
 from cluster.errors import (
     IN_STEP,
     DeadlineExceeded,
@@ -117,6 +119,34 @@ async def test_legs_that_have_aged_are_reported_as_firm_before_the_engine_has_th
     report = decode._reporter.report()
     assert report.held_grants == report.unreserved_grants == ("grant-aged", "grant-young")
     assert report.firm_grants == ("grant-aged",)
+
+
+async def test_what_lower_tiers_would_give_up_is_reported_but_not_of_those_that_have_aged(
+    world, monkeypatch
+):
+    """What low ones share among themselves is free when both give way, what others have is not."""
+    scheduling = dataclasses.replace(world.config.scheduling, policy=Policy.PRIORITY)
+    world.config = dataclasses.replace(world.config, scheduling=scheduling)
+    decode = await world.start("d", "d-0")
+    pool, keys = decode._pool, [make_key(name) for name in ("l1", "l2", "n", "aged")]
+    l1, l2, normal, aged = keys
+    mine, lows, everybodys, exported = pool.allocate(4, l1)
+    pool.share(l1, [lows, everybodys], l2)
+    pool.share(l1, [everybodys], normal)
+    pool.share(l1, [exported], ("export", "h"))
+    pool.allocate(2, normal)
+    pool.allocate(5, aged)
+    waited_s = scheduling.aging_s
+    decode.legs.start_leg(make_leg(LegKind.DECODE, "aged", waited_s=waited_s), Sink())
+    # The engine's last word of it is from when it was young.
+    holdings = Holdings(giving=((1, normal), (0, l1), (0, aged), (0, l2)))
+    snapshot = EngineSnapshot(holdings=holdings)
+    monkeypatch.setattr(decode._engine, "snapshot", lambda: snapshot)
+    report = decode._reporter.report()
+    assert report.takable_blocks == (2, 3), f"{mine} and {lows}; {everybodys} and two more"
+    assert report.firm_grants == ("grant-aged",)
+    for holder in (*keys, ("export", "h")):
+        pool.release(holder)
 
 
 async def test_a_leg_whose_new_handoff_is_refused_ends_once(world, monkeypatch):

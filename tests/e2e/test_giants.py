@@ -92,7 +92,11 @@ def test_short_prompts_and_streams_hardly_notice_giants(policy, tiny_llama, asks
             stream.wait_tokens(40)
         # STEP 2: The first giant is being computed when the short ones come.
         giants_at = time.monotonic()
-        giants = [asks.giants.stream(cluster.grpc, number) for number in range(4)]
+        giants = []
+        for number in range(4):
+            giants.append(asks.giants.stream(cluster.grpc, number))
+            there = len(streams) + len(giants)
+            wait_until(lambda there=there: num_there(cluster) >= there, 10, "it does not come")
         wait_until(lambda: prefilled(cluster) >= CHUNK + 5 * 16, 10, "no giant is begun")
         shorts = [
             asks.shorts.stream(cluster.grpc, number, **SHORTS[policy])
@@ -122,6 +126,12 @@ def test_short_prompts_and_streams_hardly_notice_giants(policy, tiny_llama, asks
             stream.wait_end()
             asks.streams.check(number, stream)
         cluster.wait_quiet()
+
+
+def num_there(cluster) -> int:
+    """Requests that have come to the control plane, and have not ended."""
+    view = cluster.view()
+    return view.num_granted + view.num_waiting
 
 
 def prefilled(cluster) -> float:

@@ -63,6 +63,31 @@ def test_a_decode_leg_that_is_missing_is_left_to_the_export():
     assert rejects(after_a_while(story, prefill_0=(grant.grant_id,), decode_0=())) == []
 
 
+def test_a_grant_that_is_sent_again_gives_its_workers_their_time_anew():
+    """Its router's stream broke when it was on its way: only now do the legs start."""
+    story = Story()
+    (grant,) = grants(story.want())
+    silent = {"reporting": ("prefill-0", "decode-0")}
+    story.advance(SETTINGS.unseen_grant_s - 0.5, **silent)
+    story.planner.router_left("a", "a-1", story.now)
+    story.planner.router_joined("a", "a-1", story.now)
+    assert grants(story.want(is_resent=True)) == [grant]
+    assert rejects(story.advance(SETTINGS.unseen_grant_s - 0.5, **silent)) == []
+    assert story.view().counters["grants_taken_back"] == 0
+    held = (grant.grant_id,)
+    assert rejects(after_a_while(story, prefill_0=held, decode_0=held)) == []
+    assert story.view().counters["grants_taken_back"] == 0
+
+
+def test_a_grant_that_is_sent_again_does_not_wait_for_legs_that_are_there():
+    story = Story()
+    (grant,) = grants(story.want())
+    story.report("decode-0", grant.grant_id)
+    assert grants(story.want(is_resent=True)) == [grant]
+    story.planner.check()
+    assert [len(story.entry(name).unseen) for name in ("prefill-0", "decode-0")] == [1, 0]
+
+
 def test_a_local_leg_is_missed_where_it_should_be_computed():
     story = Story(make_pool("mixed", Role.MIXED))
     (grant,) = grants(story.want())

@@ -173,11 +173,35 @@ def test_a_high_request_is_placed_at_once_though_low_ones_fill_the_queue():
         story.report("prefill-0")
 
 
+def test_nobody_goes_over_the_bound_behind_low_ones_that_have_aged():
+    """P-16: they go before it, so it would fill a queue that is full already."""
+    story = Story(
+        *two_pools(slots=1), policy=Policy.PRIORITY, preemption=Preemption.OFF, aging_s=2.0,
+        max_queue_requests=2,
+    )  # fmt: skip
+    for name in ("r0", "r1", "r2"):
+        assert rejects(story.want(name, priority="low")) == []
+    story.now += 1.9
+    assert story.view().waiting_standings == {2: 2}
+    assert rejects(story.want("h1", priority="high")) == []
+    story.planner.cancel_want("h1", 0, story.now)
+    story.now += 0.2
+    assert story.view().waiting_standings == {0: 2}
+    (reject,) = rejects(story.want("h2", priority="high"))
+    assert isinstance(reject.error, ClusterFull)
+    for name in ("r1", "r2"):
+        story.planner.cancel_want(name, 0, story.now)
+    assert story.view().waiting_standings == {}
+
+
 def test_a_higher_tier_is_let_in_where_a_lower_one_would_be_late():
-    story = busy(policy=Policy.PRIORITY)
+    story = busy(policy=Policy.PRIORITY, aging_s=60.0)
     (reject,) = rejects(story.want("low", priority="low", remaining_s=1.0))
     assert isinstance(reject.error, ClusterFull)
     assert rejects(story.want("high", priority="high", remaining_s=1.0)) == []
+    aged = busy(policy=Policy.PRIORITY, aging_s=5.0)
+    (reject,) = rejects(aged.want("high", priority="high", remaining_s=1.0))
+    assert isinstance(reject.error, ClusterFull), "two that have aged go first"
 
 
 def test_a_view_tells_routers_what_they_ask_by():

@@ -237,7 +237,6 @@ def test_an_aged_one_is_not_overtaken_by_taking():
     legs=st.lists(
         st.tuples(
             st.integers(0, 2),  # tier
-            st.integers(0, 1),  # slots
             st.integers(0, 12),  # blocks charged
             st.integers(0, 40),  # prompt tokens
             st.integers(0, 12),  # blocks that it has
@@ -253,14 +252,14 @@ def test_nobody_counts_on_more_than_lower_tiers_have(legs, queued_tokens):
     registration = make_registration(make_pool("decode", Role.DECODE))
     entry = WorkerEntry(registration, make_report(registration), 0.0, set())
     has, takable = 0, [0, 0, 0]
-    for index, (tier, slots, blocks, tokens, own, kind) in enumerate(legs):
-        charge = Charge(slots=slots, blocks=blocks, prompt_tokens=tokens, tier=tier)
+    for index, (tier, blocks, tokens, own, kind) in enumerate(legs):
+        charge = Charge(blocks=blocks, prompt_tokens=tokens, tier=tier)
         entry.charge(f"g{index}", charge, 0.0)
         if kind in ("firm", "held"):
             own = min(own, registration.num_blocks - has)
             has += own
             takable[tier] += own if kind == "held" else 0
-    names = {kind: [f"g{i}" for i, leg in enumerate(legs) if leg[5] == kind] for kind in KINDS}
+    names = {kind: [f"g{i}" for i, leg in enumerate(legs) if leg[4] == kind] for kind in KINDS}
     report = make_report(
         registration, *names["bare"], *names["firm"], *names["held"],
         blocks=BlockCounts(free=registration.num_blocks - has, held=has),
@@ -272,9 +271,9 @@ def test_nobody_counts_on_more_than_lower_tiers_have(legs, queued_tokens):
     assert before.slots == entry.num_slots_used
     assert before.blocks == registration.num_blocks - entry.num_blocks_free
     for tier, after in enumerate(higher, start=1):
-        giving = [leg for leg in legs if leg[0] < tier and leg[5] != "firm"]
+        giving = [leg for leg in legs if leg[0] < tier and leg[4] != "firm"]
         assert before.slots - after.slots == len(giving)
-        most = sum(takable[:tier]) + sum(leg[2] for leg in giving)
+        most = sum(takable[:tier]) + sum(leg[1] for leg in giving)
         assert 0 <= before.blocks - after.blocks <= most
-        most = queued_tokens + sum(leg[3] for leg in giving)
+        most = queued_tokens + sum(leg[2] for leg in giving)
         assert 0 <= before.run_ahead_tokens - after.run_ahead_tokens <= most

@@ -268,6 +268,23 @@ class TestPreemptionByTier:
             assert engine.tokens(low) == expected_tokens(low.key.request_id, 8)
         engine.assert_idle()
 
+    def test_imported_kv_of_a_lower_tier_leaves_an_import_what_it_waits_for(self):
+        """It gets its slot, and its next block when the import has its own."""
+        engine = Engine(num_blocks=20, rules=BY_TIER)
+        aged = engine.add("aged", priority="low", num_prompt_tokens=33, arrived=-AGING_S)
+        engine.step()
+        low = engine.add_imported("l", priority="low", num_prompt_tokens=8, max_tokens=4)
+        num_free = engine.pool.num_free
+        engine.pool.ask(Demand(num_blocks=num_free, tier=2))
+        assert running(engine.step()) == {"aged"}
+        assert (low.state, len(low.block_ids)) == (SequenceState.RUNNING, 2)
+        assert engine.pool.reserve(num_free, "h", aged.key) is not None
+        engine.step()
+        engine.pool.cancel("h")
+        engine.run_to_end()
+        assert engine.tokens(low) == expected_tokens("l", 4)[1:]
+        engine.assert_idle()
+
     def test_who_would_give_way_is_told(self):
         engine = Engine(max_num_seqs=2, rules=replace(BY_TIER, max_preemptions=1))
         sequences = {

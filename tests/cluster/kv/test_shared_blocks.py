@@ -44,6 +44,20 @@ class TestShared:
         assert pool.release(EXPORT) == 2
         assert pool.num_free == 10
 
+    def test_what_one_has_to_itself_is_told_apart_from_what_others_have_too(self, pool):
+        first, second, _ = pool.allocate(3, A)
+        assert pool.shares_of(A) == (3, {})
+        pool.share(A, [first, second], B)
+        pool.share(A, [first], C)
+        assert pool.shares_of(A) == (1, {first: 3, second: 2})
+        assert pool.shares_of(C) == (0, {first: 3})
+        pool.check()
+        pool.release(A)
+        assert pool.shares_of(B) == (0, {first: 2, second: 1}), "the second is its own by now"
+        pool.release(B)
+        pool.release(C)
+        assert pool.shares_of(A) == (0, {})
+
     def test_shares_are_appended_as_they_become_whole(self, pool):
         block_ids = pool.allocate(3, A)
         pool.share(A, block_ids[:1], EXPORT)
@@ -224,6 +238,15 @@ def _held_twice_by_one(pool):
     pool._num_holders[block_id] = 2
 
 
+def _not_listed(pool):
+    pool.share(A, pool._held[A][:1], B)
+    pool._shared.clear()
+
+
+def _listed_though_free(pool):
+    pool._shared.add(pool._free[0])
+
+
 def _free_too(pool):
     pool._free.append(pool._held[A][0])
 
@@ -262,6 +285,8 @@ def _leak_import(pool):
         (_leak_held, r"block 1 is held by nobody, but 1 .*|.*not in exactly one place: \{1: \[\]"),
         (_double_owner, r"block 0 is held by a/0\.0, b/0\.0, but 1 holders"),
         (_held_twice_by_one, r"block 0 is held twice by one"),
+        (_not_listed, r"block 0 has 2 holders, and is not listed as shared"),
+        (_listed_though_free, r"block 9 has no holder, and is listed as shared"),
         (_free_too, r"\{0: \['free', 'held by a/0\.0'\]\}"),
         (_cached_too, r"\{9: \['free', 'cached'\]\}.*no prefix finds: \[9\]"),
         (_fenced_too, r"\{9: \['free', 'fenced for late'\]\}"),

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.config import Role
+from cluster.policy.demand import Places
 from cluster.policy.load import Load, PoolLoad, from_stats, to_stats
 from cluster.policy.scaling import Scaler
 from tests.cluster.policy.scaled_cluster import make_config, make_pool
@@ -158,8 +159,21 @@ def test_prompts_that_find_no_place_to_decode_in_are_no_load_of_prefill():
     assert full.look(20, d=steps, **waiting) == {"p": 1, "d": 1}
     assert Looks(*pair()).look(d=steps, **waiting) == {"p": 6, "d": 5}
     quick = Looks(*pair()[:1], make_pool("d", max=1))
-    one_each = {**waiting, "expected_output_tokens": 1}
-    assert quick.look(d=steps, **one_each)["p"] == 6, "each place is free again within 0.5 s"
+    one_each = {**waiting, "num_waiting": 2000, "expected_output_tokens": 1}
+    assert quick.look(d=steps, **one_each)["p"] == 6, "whoever waits needs none"
+
+
+def test_places_that_are_free_now_serve_many_short_outputs_one_after_another():
+    """16 places, none taken, each free again after 0.02 s: all of 200 that wait find one within the
+    target of 1 s, and their 4000 tokens are 80 % of 5 workers."""
+    waiting = {"num_waiting": 200, "waiting_tokens": 4000, "expected_output_tokens": 2}
+    for num_sequences in (0, 16):
+        looks = Looks(*pair()[:1], make_pool("d", max=1), ttft_target_s=1.0)
+        steps = {"step_base_s": 0.02, "num_sequences": num_sequences}
+        assert looks.look(d=steps, **waiting)["p"] == 5
+    idle = Places(capacity=16, num_taken=0, residence_s=0.02)
+    assert idle.admitted(200, 0.2) == pytest.approx((16 + 160) / 200)
+    assert Places(capacity=16, num_taken=16, residence_s=0.02).admitted(200, 0.2) == 0.8
 
 
 def test_slots_that_wait_for_their_prompts_are_no_load_of_decode():

@@ -14,6 +14,7 @@ from cluster.rpc import convert
 from cluster.rpc.leg_rules import LegRules
 from cluster.rpc.legs import LegBook
 from cluster.wire import worker_pb2 as wire
+from tests.factories import make_key
 from tests.factories_attach import KEY, make_leg
 
 LAYOUT = KVLayout(
@@ -189,6 +190,17 @@ def test_a_leg_goes_on_aging_and_is_measured_from_when_it_came():
     sequence = opened.sequence(frozenset(), 11.0)
     assert (sequence.arrived, sequence.entered) == (7.0, 11.0)
     assert finish.end_of(sequence, 13.0, None, None).queue_s == 2.0
+
+
+def test_legs_that_differ_by_a_moment_go_in_the_order_in_which_they_came():
+    """What they waited is measured in two processes, and their way between them is not in it."""
+    book = LegBook()
+    waits = {"first": 1.0, "a moment more": 1.2, "older": 3.0, "younger": 0.5}
+    ages = [
+        book.open(make_leg(key=make_key(name), waited_s=waited_s), ListSink(), 10.0).arrived
+        for name, waited_s in waits.items()
+    ]
+    assert ages == [9.0, 9.0, 7.0, 9.5]
 
 
 def test_the_book_tells_of_every_change():
