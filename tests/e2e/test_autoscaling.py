@@ -132,7 +132,9 @@ def test_a_pool_that_shrinks_hands_its_streams_over(pools, tiny_llama):
     """CASES P-27: scale in: Serve ends a worker whose stream outlasts the grace; none is cut."""
     prompts = Prompts(tiny_llama, 6, num_prompt=20, num_tokens=900)
     pools.slow("cheap", seconds=0.1)
-    streams = [prompts.stream(pools.cluster.grpc, number, deadline_s=240) for number in range(6)]
+    streams = [prompts.stream(pools.cluster.grpc, number, deadline_s=240) for number in range(4)]
+    pools.wait_running(4, "cheap")  # so the others are on another worker
+    streams += [prompts.stream(pools.cluster.grpc, number, deadline_s=240) for number in (4, 5)]
     pools.wait_grown("cheap", 2)
     pools.slow("cheap", seconds=0.1)
     pools.wait_running(6, "cheap")

@@ -60,11 +60,12 @@ def test_a_cluster_that_dies_in_a_play_fails_its_requests_and_hangs_nobody(tiny_
                     from_s=0.0, until_s=3.0),),
     )  # fmt: skip
     has_begun = threading.Event()
+    others = set(psutil.Process().children())  # of tests before this one
     with bench_cluster.running(bench_cluster.on_free_ports(deploy)) as doors:
 
         def kill():
             assert has_begun.wait(60)
-            (served,) = psutil.Process().children()
+            (served,) = set(psutil.Process().children()) - others
             served.kill()
 
         killer = threading.Thread(target=kill)
