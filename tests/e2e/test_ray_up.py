@@ -239,7 +239,9 @@ def test_serve_run_takes_what_build_wrote(site, config):
     url = f"http://{HEAD}:{config.endpoints.http_port}"
     with (site.folder / "serve-run.txt").open("w+") as output:
         running = subprocess.Popen(
-            [BIN / "serve", "run", built, f"--address={HEAD}:{site.port}"],
+            # A run in the background of a script inherits that SIGINT is ignored.
+            ["env", "--default-signal=INT", BIN / "serve", "run", built,
+             f"--address={HEAD}:{site.port}"],
             env=site.environment, stdout=output, stderr=subprocess.STDOUT, cwd=REPO,
         )  # fmt: skip
         try:
