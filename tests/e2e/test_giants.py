@@ -172,7 +172,7 @@ def test_a_giant_that_the_decode_worker_has_no_room_for_is_passed_for_a_while(
         for number, stream in enumerate(shorts):
             asks.shorts.check(number % NUM_SHORT, stream)
         # STEP 3: Those were let in before it that came within the bound, and nobody else.
-        # They have their places at once; the others when the holder ends, in a moment with the giant.
+        # They have their places at once; the others when the holder ends, together with the giant.
         passed = [each for each in shorts if granted_at(each) < holder.ended_at - MOMENT_S]
         assert passed, "they were held up by what had no room"
         latest = max(stream.started_at for stream in passed)
