@@ -42,8 +42,12 @@ class RayNodes:
 
     def serve_log(self) -> str:
         """Return what Serve's controller has logged so far, the policy's reasons among it."""
-        logs = self._folder.glob("ray/session_latest/logs/serve/controller_*.log")
-        return "".join(path.read_text() for path in sorted(logs))
+        text = ""
+        for path in sorted(self._folder.glob("ray/session_latest/logs/serve/controller_*.log*")):
+            # One that is being rotated away has its new name the next time.
+            with contextlib.suppress(FileNotFoundError):
+                text += path.read_text()
+        return text
 
 
 @contextlib.contextmanager

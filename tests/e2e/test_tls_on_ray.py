@@ -15,7 +15,7 @@ from tests.certificates import Authority, member_tree
 from tests.e2e import reference
 from tests.e2e.plain_cluster import make_config, view_of
 from tests.e2e.ray_cluster import ray_cluster
-from tests.e2e.test_listeners import check_table, listeners, own_address
+from tests.e2e.test_listeners import check_table, own_address, settled_listeners
 from tests.e2e.test_tls import check_refuses_strangers
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(240)]
@@ -102,7 +102,7 @@ def test_no_port_of_ours_speaks_to_strangers(secured, doors):
 def test_a_wider_bind_opens_our_ports_there_and_no_others(secured):
     """S-03 on Ray: the doors, the control plane, and what the table says of a worker; the rest is
     as on one machine."""
-    ends, found = secured.config.endpoints, listeners(secured)
+    ends, found = secured.config.endpoints, settled_listeners(secured)
     there = [each for each in found if each.ip == ends.host]
     ports = {f"ray::ServeReplica:pdserve:{name}": set() for name in ("router", "control", "POOL")}
     for each in there:
