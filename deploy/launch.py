@@ -24,6 +24,7 @@ from deploy.readiness import missing
 from deploy.run_state import RunState
 from deploy.start_watch import STUCK_S, StartWatch, work_of
 from deploy.stop_signals import StopSignals
+from router.auth import Keys
 from router.served import served_model
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def _serve(
     began = time.monotonic()
     state = RunState(config.endpoints.control_port)
     check_machine(config, state=state)
+    Keys.of(config)
     proof.check_key(config)
     doors.check_files(config)
     model = resolve_model(config.model.path, config.model.name)

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.errors import InvalidRequest, QueueFull, StartupError, Unauthenticated
+from cluster.policy.tiers import Tiers
 from router.given import ANYBODY, Caller
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from cluster.config import AuthConfig
-    from cluster.policy.tiers import Tiers
+    from cluster.config import AuthConfig, DeployConfig
 
 _TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _TIER = r"(?::[A-Za-z0-9-]{0,32})"
@@ -43,6 +43,13 @@ class Keys:
             (sha256(key.encode()).digest(), _caller(tenant, f"key-{number}"))
             for number, (key, tenant) in enumerate((tenants or {}).items())
         ]
+
+    @classmethod
+    def of(cls, config: DeployConfig) -> Keys:
+        """Read the keys of a deploy file; raises StartupError as ``load`` and ``check_tiers``."""
+        keys = cls.load(config.auth)
+        keys.check_tiers(Tiers.of(config.scheduling))
+        return keys
 
     @classmethod
     def load(cls, config: AuthConfig, environ: Mapping[str, str] = os.environ) -> Keys:

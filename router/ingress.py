@@ -60,11 +60,10 @@ class Ingress:
         router_id = f"router-{incarnation[:8]}"
         clock = SystemClock()
         open_door = Door(
-            keys=Keys.load(config.auth),
+            keys=Keys.of(config),
             tiers=Tiers.of(config.scheduling),
             ordering=Ordering.of(config.scheduling),
         )
-        open_door.keys.check_tiers(open_door.tiers)
         token = ClusterToken.load(config.security)
         faults = FaultSwitch() if config.faults.enabled else None
         tls = DoorTls(config.security) if config.security.has_door_tls else None

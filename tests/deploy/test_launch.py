@@ -78,7 +78,7 @@ def run(config, signals, tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "missing", lambda config: "")
     monkeypatch.setattr(proof, "prove", lambda config: "text")
 
-    def serve(host, **options):
+    def serve(host, *, config=config, **options):
         monkeypatch.setattr(launch, "_host", lambda config, folder, state: host)
         return launch.serve(config, is_once=True, **options)
 
@@ -179,6 +179,18 @@ def test_what_never_gets_ready_ends_with_what_is_missing(run, monkeypatch):
     monkeypatch.setattr(launch, "missing", lambda config: "pool decode: 0 of 1 workers")
     with pytest.raises(StartupError, match=r"pool decode: 0 of 1 .*start again.*logs: here"):
         run(FakeHost())
+
+
+def test_a_key_of_an_unknown_tier_ends_the_start_before_anything_runs(run, config, tmp_path):
+    """Not a router on Ray a minute later."""
+    path = tmp_path / "keys"
+    path.write_text("acme:gold=sk-acme-0123456789\n")
+    host = FakeHost()
+    keyed = dataclasses.replace(config, auth=AuthConfig(keys_file=str(path)))
+    with pytest.raises(StartupError, match=r"acme: 'gold' is none of scheduling\.tiers"):
+        run(host, config=keyed)
+    assert not host.is_stopped, "it was started"
+    assert not run.state.folder.exists()
 
 
 def test_what_does_not_move_ends_before_that(run, monkeypatch):

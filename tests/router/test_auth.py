@@ -36,6 +36,7 @@ from tests.router.fakes import (
 KEY, OTHER = "sk-acme-0123456789", "sk-beta-0123456789"
 KEYS = Keys({KEY: "acme", OTHER: "beta"})
 BEARER = {"authorization": f"Bearer {KEY}"}
+TIERS = Tiers(names=("low", "normal", "high"), default="normal")
 METADATA = (("authorization", f"Bearer {KEY}"),)
 
 
@@ -80,8 +81,7 @@ def test_a_key_may_give_its_tenant_a_tier_and_a_ceiling(tmp_path):
         ("acme", "low", "normal"),
         ("beta", "", "high"),
     ]
-    tiers = Tiers(names=("low", "normal", "high"), default="normal")
-    keys.check_tiers(tiers)
+    keys.check_tiers(TIERS)
     with pytest.raises(StartupError, match=r"acme.*'low'.*scheduling\.tiers"):
         keys.check_tiers(Tiers(names=("normal", "high"), default="normal"))
 
@@ -218,6 +218,27 @@ async def test_who_has_a_key_is_served_and_their_tenant_travels(doors, service, 
         pass
     assert tenants == ["acme", "beta", "acme"]
     assert_conserved(service)
+
+
+async def test_a_key_brings_its_tier_and_its_ceiling_to_every_door(cluster):
+    """What the file says of a key holds over HTTP and gRPC, whatever tier the client names."""
+    service = make_router(cluster, door=Door(keys=Keys({KEY: "acme:low:normal"}), tiers=TIERS))
+    async with open_doors(service) as doors:
+        for named in ({}, {"priority": "normal"}):
+            body = {"prompt": "hi"} | named
+            answer = await doors.http.post("/v1/completions", json=body, headers=BEARER)
+            assert answer.status_code == 200
+            async for _ in doors.stub.Generate(pb.GenerateRequest(**body), metadata=METADATA):
+                pass
+        for named in ("high", "gold"):
+            body = {"prompt": "hi", "priority": named}
+            answer = await doors.http.post("/v1/completions", json=body, headers=BEARER)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "priority")
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await doors.stub.Generate(pb.GenerateRequest(**body), metadata=METADATA).read()
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert "priority" in caught.value.details()
+    assert [want.priority for want in cluster.route.wants] == ["low", "low", "normal", "normal"]
 
 
 async def test_keys_are_in_no_log_and_no_answer(doors, caplog):

@@ -8,6 +8,7 @@ import grpc
 import pytest
 
 from cluster.config import (
+    AuthConfig,
     DeployConfig,
     EndpointsConfig,
     FaultsConfig,
@@ -15,7 +16,7 @@ from cluster.config import (
     Role,
     SchedulingConfig,
 )
-from cluster.errors import EngineFault
+from cluster.errors import EngineFault, StartupError
 from cluster.rpc.fault_seam import FaultyTap
 from cluster.wire import faults_pb2 as wire
 from cluster.wire import faults_pb2_grpc as wire_grpc
@@ -53,6 +54,16 @@ async def test_health_fails_where_a_door_is_not_open(ingress, door):
     await {"HTTP": ingress._http, "gRPC": ingress._grpc}[door].stop()
     with pytest.raises(EngineFault, match=door):
         await ingress.check_health()
+
+
+def test_a_key_of_an_unknown_tier_ends_the_start(tmp_path, model):
+    keys = tmp_path / "keys"
+    keys.write_text("acme::gold=sk-acme-0123456789\n")
+    config = DeployConfig(
+        pools=(PoolConfig(name="both", role=Role.MIXED),), auth=AuthConfig(keys_file=str(keys))
+    )
+    with pytest.raises(StartupError, match="'gold' is none of"):
+        Ingress(config, model)
 
 
 async def test_as_many_calls_are_open_as_can_run_or_wait(ingress):
