@@ -22,7 +22,7 @@ from cluster.rpc.link_dialer import LinkDialer
 from cluster.transport.manifest import Manifest
 from cluster.transport.torch_dist import TorchDistTransport
 from deploy.client import Client
-from tests.e2e.plain_cluster import make_config, wait_until
+from tests.e2e.plain_cluster import REPO, make_config, wait_until
 from tests.e2e.process_cluster import fault, process_cluster
 from tests.e2e.streams import Prompts
 
@@ -234,7 +234,7 @@ def secrets_of(cluster) -> list[str]:
     names = [w.worker.worker_id for w in view.workers]
     names += [w.worker.incarnation for w in view.workers]
     ports = [str(port) for port in cluster.ports.values()]
-    return [*names, *ports, "127.0.0.1", str(cluster.folder), "/work", "Traceback", ".py"]
+    return [*names, *ports, "127.0.0.1", str(cluster.folder), str(REPO), "Traceback", ".py"]
 
 
 def test_errors_tell_clients_no_names_hosts_or_paths(cluster, prompts):
