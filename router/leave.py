@@ -1,11 +1,13 @@
 """How a router takes its leave: it says so first, and nobody who comes finds a closed door.
 
-    serves ──▶ not ready, serves ──LAST_CALLS_S──┬─ another has the same doors ──▶ doors closed
+    serves ──▶ not ready, serves ──LAST_CALLS_S──┬─ another has the same doors ──▶ newcomers are
+                                                 │    turned away ──_LAST_WORDS_S──▶ doors closed
                                                  └─ nobody has ──▶ 503 to whoever comes ──▶ the
-                                   same, once another has them or the last call is over
+                                   same, once another has them; or closed with the last call's end
 
 Calls that run are not disturbed by any of it. Where several routers share their doors, those that
-are closed are no loss: the kernel gives new connections to the others.
+are closed are no loss: the kernel gives new connections to the others, and nobody is connected to
+these who has not been heard.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING
 
-from router.ports import is_shared
+from router.ports import is_shared, turn_away
 
 if TYPE_CHECKING:
     from router.grpc_api import GrpcDoor
@@ -26,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 LAST_CALLS_S = 1.0
 """For whoever sends calls here to hear that this router is not ready; they are served."""
+_LAST_WORDS_S = 0.75
+"""For whoever is connected by then to be accepted and to shake hands: gRPC cuts those who have not.
+Shorter than the second after which TCP asks again for those who are turned away."""
 _LOOK_S = 0.25
 
 
@@ -49,12 +54,19 @@ class Leave:
                 if not self._has_heirs():
                     self._service.shut()
                     await self._until_over()
+                if self._has_heirs():
+                    await self._turn_away()
         logger.info("router drained, calls=%d left", self._service.num_calls)
 
     async def _until_over(self) -> None:
         # Who has come to a port is no event of ours.
         while self._service.num_calls and not self._has_heirs():  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_S)
+
+    async def _turn_away(self) -> None:
+        num_sockets = sum(turn_away(door.port) for door in (self._http, self._grpc))
+        logger.info("router turns newcomers away, sockets=%d", num_sockets)
+        await asyncio.sleep(_LAST_WORDS_S)
 
     def _has_heirs(self) -> bool:
         return all(is_shared(door.port) for door in (self._http, self._grpc))

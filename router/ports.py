@@ -1,13 +1,20 @@
-"""Whether another router of this host has the same doors: the kernel spreads calls over both.
+"""Doors that several routers of this host have: the kernel spreads connections over all of them.
 
 Nothing tells one who listens at a port of the others that do, but the kernel's table of sockets.
+
+The kernel gives a connection to one of them before anybody has accepted it, and resets it where
+that one closes its door: so whoever leaves first has newcomers turned away. TCP asks again after
+1 s, and then it is one of the others that is asked.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import socket
 import stat
+import struct
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,23 +26,63 @@ _TABLES = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
 _LISTENS = "0A"
 _LOCAL, _STATE, _INODE = 1, 3, 9
 """Columns of a table."""
+_SO_ATTACH_FILTER = 26
+_FLAGS_AT, _SYN = 13, 0x02
+"""In a TCP header."""
+_NO_NEWCOMERS = (
+    (0x30, 0, 0, _FLAGS_AT),  # the byte of flags
+    (0x45, 0, 1, _SYN),  # asks for a connection: go on, else skip one
+    (0x06, 0, 0, 0),  # drop it
+    (0x06, 0, 0, 0xFFFFFFFF),  # let it pass
+)
+"""In the language of the kernel's socket filters: code, jump if true, jump if false, operand."""
 
 
 def is_shared(port: int) -> bool:
     """Whether another process listens where this one does, at ``port``; False without /proc."""
-    own = set(_own_sockets())
+    own = {inode for _, inode in _own_files()}
     listening = [row for table in _TABLES for row in _rows(table) if row[_STATE] == _LISTENS]
     at_port = [row for row in listening if int(row[_LOCAL].rpartition(":")[2], 16) == port]
     ours = {row[_LOCAL] for row in at_port if int(row[_INODE]) in own}
     return any(row[_LOCAL] in ours and int(row[_INODE]) not in own for row in at_port)
 
 
-def _own_sockets() -> Iterator[int]:
+def turn_away(port: int) -> int:
+    """Let nobody new in at ``port``, by none of this process's sockets; return their number.
+
+    Whoever is connected already, accepted or not, stays. To be called where the port is shared, and
+    less than a second before these are closed. Does nothing without /proc.
+    """
+    program = b"".join(struct.pack("HBBI", *step) for step in _NO_NEWCOMERS)
+    code = ctypes.create_string_buffer(program, len(program))
+    told = struct.pack("HP", len(_NO_NEWCOMERS), ctypes.addressof(code))
+    num_shut = 0
+    for file, _ in _own_files():
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            own_file = os.dup(file)  # whoever opened that one closes it
+            stack.callback(os.close, own_file)
+            listener = socket.socket(fileno=own_file)
+            stack.callback(listener.detach)
+            if _listens_at(listener, port):
+                listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, told)
+                num_shut += 1
+    return num_shut
+
+
+def _listens_at(own: socket.socket, port: int) -> bool:
+    if own.family not in (socket.AF_INET, socket.AF_INET6):
+        return False
+    is_listening = own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    return bool(is_listening) and own.getsockname()[1] == port
+
+
+def _own_files() -> Iterator[tuple[int, int]]:
+    """Yield the file and the inode of each socket of this process."""
     for name in os.listdir(_OPEN_FILES) if _OPEN_FILES.is_dir() else ():
         with contextlib.suppress(OSError):  # closed meanwhile
             told = os.fstat(int(name))
             if stat.S_ISSOCK(told.st_mode):
-                yield told.st_ino
+                yield int(name), told.st_ino
 
 
 def _rows(table: Path) -> Iterator[list[str]]:

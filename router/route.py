@@ -21,6 +21,11 @@ class Route(Protocol):
         """Under which prompts' beginnings are named; empty: they are not."""
         ...
 
+    @property
+    def awaits_first_view(self) -> bool:
+        """Whether no snapshot has come yet, and one may still come: wants wait for it."""
+        ...
+
     def view_age_s(self, now: float) -> float:
         """Seconds since the last snapshot."""
         ...

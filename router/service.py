@@ -378,7 +378,8 @@ class Service:
             self._refuse_if_full(num_choices - 1)
         view = self._fresh_view()
         if view is None:
-            self.view()
+            if not self.dispatcher.route.awaits_first_view:
+                self.view()
         elif not may_wait(view):
             reason = f"not ready: {lack(missing_roles(view), view.refused)}"
             raise NoWorker(reason, stage="edge", retry_after_s=_RETRY_AFTER_S)

@@ -7,6 +7,7 @@ planner sees facts one by one.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import secrets
 from typing import TYPE_CHECKING, Any
@@ -50,7 +51,8 @@ class Desk(pb_grpc.ControlServicer):
         self.has_changed = asyncio.Event()
         self._clock = clock
         self._term = term
-        self._planner = Planner(config, term=term, settings=settings, now=clock.now())
+        self._make_planner = functools.partial(Planner, config, term=term, settings=settings)
+        self._planner = self._make_planner(now=clock.now())
         # Of this process alone: who comes after it has to learn all names anew anyway.
         self._prefix_key = secrets.token_bytes(_KEY_BYTES)
         self._cancels = CancelDesk(settings.cancel_timeout_s)
@@ -59,6 +61,10 @@ class Desk(pb_grpc.ControlServicer):
         self._watchers: set[Session[pb.ClusterView]] = set()
 
     # ---- for the server
+
+    def begin(self) -> None:
+        """Count the time since the start from now on: before this nobody could come back."""
+        self._planner = self._make_planner(now=self._clock.now())
 
     def tick(self) -> None:
         """Let time pass."""

@@ -131,6 +131,11 @@ class RouteClient:
         """Whether the control plane answers on the stream."""
         return self._is_connected
 
+    @property
+    def awaits_first_view(self) -> bool:
+        """Whether no snapshot has come yet, of a control plane that may still be coming."""
+        return self._view is None and not self._is_unreachable()
+
     def view_age_s(self, now: float) -> float:
         """Seconds since the last snapshot came; infinite before the first."""
         return now - self._view_at if self._view is not None else float("inf")

@@ -133,6 +133,7 @@ class ControlServer:
     async def _bind(self, server: StandingServer, port: int, timeout_s: float) -> int:
         deadline = self._clock.now() + timeout_s
         while True:
+            self._desk.begin()
             try:
                 return await server.start(port)
             except StartupError:

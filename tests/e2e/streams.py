@@ -141,7 +141,7 @@ class Prompts:
         """CASES §0 W and N: what came is right as far as it goes."""
         if is_whole:
             outcome = (stream.error, len(stream.tokens))
-            assert outcome == ("", self.num_tokens), f"prompt {number}: {outcome}"
+            assert outcome == ("", self.num_tokens), f"{number}: {outcome} {stream.error_text}"
         at = self.reference.wrong_at(number, stream.tokens, near_tie)
         assert at is None, f"token {at} is wrong: {stream.tokens}"
 

@@ -14,6 +14,7 @@ from cluster.config import Role
 from cluster.control.facts import Health
 from cluster.errors import PdserveError
 from deploy.run_state import RunState
+from tests.e2e.kept_connections import KeptGrpc, KeptHttp
 from tests.e2e.plain_cluster import (
     make_config,
     parse_metrics,
@@ -167,14 +168,19 @@ def test_every_worker_on_ray(deployed, prompts):
 def test_a_changed_config_on_ray(deployed, prompts, tmp_path):
     """CASES P-27: `pdserve deploy` again: Serve itself stops and starts every process under load.
 
-    Workers, routers and the control plane: nothing fails, and no stream is cut to be resumed.
+    Workers, routers and the control plane, each with less time to drain than its predecessor:
+    nothing fails, no stream is cut to be resumed, and connections that are kept open are moved.
     """
     before, routers = incarnations(deployed), router_ids(deployed)
-    limits = dataclasses.replace(deployed.config.limits, drain_s=DRAIN_S + 1.0)
+    limits = dataclasses.replace(deployed.config.limits, drain_s=DRAIN_S / 2)
     changed = Deployed(
         dataclasses.replace(deployed.config, limits=limits), deployed.nodes, tmp_path
     )
-    with SteadyLoad(deployed.grpc, prompts) as load:
+    with (
+        SteadyLoad(deployed.grpc, prompts) as load,
+        KeptHttp(deployed.http, prompts.prompts[0], 2) as over_http,
+        KeptGrpc(deployed.grpc, prompts.prompts[1], 2) as over_grpc,
+    ):
         load.wait_started(5)
         done = changed.command("deploy", "--wait-ready", "150")
         assert done.returncode == 0, done.stdout + done.stderr
@@ -183,3 +189,7 @@ def test_a_changed_config_on_ray(deployed, prompts, tmp_path):
     load.check()
     assert not any(stream.timeline.num_resumed for _, stream in load.streams), "one was cut"
     assert not routers & router_ids(changed), "a router was not replaced"
+    for caller in (over_http, over_grpc):
+        caller.check()
+    assert max(over_http.connections.values()) > 1, "no connection was kept"
+    assert over_grpc.num_cut <= len(routers), "more than one in the closing of each router"

@@ -36,6 +36,7 @@ from cluster.request import (
     LegKey,
     LegKind,
     Peer,
+    Preempted,
     PromptLogprobs,
     Redirect,
     SamplingParams,
@@ -159,6 +160,7 @@ class FakeRoute:
     def __init__(self) -> None:
         self.view: ClusterView | None = make_view()
         self.age_s = 0.0
+        self.is_away_for_long = False
         self.prefix_key = b""
         self.pairs: list[tuple[str | None, str | None]] = []
         self.default_pair: tuple[str | None, str | None] | None = ("p0", "d0")
@@ -171,6 +173,10 @@ class FakeRoute:
         self.cancel_asked: list[str] = []
         self.wanted = asyncio.Event()
         self.answer: asyncio.Future[Grant] | None = None
+
+    @property
+    def awaits_first_view(self) -> bool:
+        return self.view is None and not self.is_away_for_long
 
     def view_age_s(self, now: float) -> float:
         return self.age_s
@@ -231,6 +237,7 @@ class FakeWorker:
     script: Callable[[FakeWorker, Leg], None] | None = None
     legs: list[Leg] = field(default_factory=list)
     aborts: list[tuple[LegKey, AbortCause]] = field(default_factory=list)
+    aborted_grants: list[str] = field(default_factory=list)
     redirects: list[Redirect] = field(default_factory=list)
     is_refusing: bool = False
     is_mute: bool = False
@@ -247,8 +254,9 @@ class FakeWorker:
         if self.script is not None:
             asyncio.get_running_loop().call_soon(self.script, self, leg)
 
-    async def abort_leg(self, key: LegKey, cause: AbortCause) -> None:
+    async def abort_leg(self, key: LegKey, cause: AbortCause, grant_id: str) -> None:
         self.aborts.append((key, cause))
+        self.aborted_grants.append(grant_id)
 
     async def redirect_leg(self, redirect: Redirect) -> None:
         self.redirects.append(redirect)
@@ -266,6 +274,7 @@ class FakeWorker:
         times: LegTimes | None = None,
         logprob: float | None = None,
         key: LegKey | None = None,
+        aborted_grant: str = "",
         score: Callable[[int], TokenLogprobs | None] | None = None,
     ) -> None:
         """Emit ids of a leg from an output index on, and the end where there is one."""
@@ -276,7 +285,13 @@ class FakeWorker:
         tokens = [
             Token(key, start + at, token_id, score(token_id)) for at, token_id in enumerate(ids)
         ]
-        end = LegEnd(key=key, finish_reason=finish, error=error, times=times or LegTimes())
+        end = LegEnd(
+            key=key,
+            finish_reason=finish,
+            error=error,
+            times=times or LegTimes(),
+            grant_id=aborted_grant,
+        )
         is_end = ends or finish is not None or error is not None
         self.events.on_tokens(tokens, [end] if is_end else [])
 
@@ -299,6 +314,10 @@ class FakeWorker:
             key=leg.key, handoff_id=handoff_id or known, error=error, lease_s=10.0
         )
         self.events.on_tokens((), (), [notice])
+
+    def preempted(self, num_preemptions: int) -> None:
+        """Say how often the choice of the newest leg was preempted by now."""
+        self.events.on_tokens((), (), [Preempted(self.legs[-1].key, num_preemptions)])
 
     def die(self) -> None:
         self.events.on_worker_lost(self.peer, "killed")

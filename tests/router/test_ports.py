@@ -1,16 +1,19 @@
-"""Who else of this host listens at a router's port."""
+"""Who else of this host listens at a router's port, and how one of them leaves it."""
 
 from __future__ import annotations
 
 import contextlib
+import selectors
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
-from router.ports import is_shared
+from router.ports import is_shared, turn_away
 
+NUM_KNOCKS = 24
 LISTEN = """
 import socket, sys
 listener = socket.socket()
@@ -39,12 +42,51 @@ def listening(host: str, port: int):
 
 
 @pytest.fixture
-def port():
+def own():
     with socket.socket() as own:
         own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         own.bind(("127.0.0.1", 0))
         own.listen()
-        yield own.getsockname()[1]
+        yield own
+
+
+@pytest.fixture
+def port(own):
+    return own.getsockname()[1]
+
+
+def knock(stack, port: int) -> list[socket.socket]:
+    """Connections that were asked for; nobody waits until they are there."""
+    knocks = []
+    for _ in range(NUM_KNOCKS):
+        client = stack.enter_context(socket.socket())
+        client.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            client.connect(("127.0.0.1", port))
+        knocks.append(client)
+    return knocks
+
+
+def wait_settled(clients) -> None:
+    """Until each is connected or refused."""
+    until = time.monotonic() + 10
+    with selectors.DefaultSelector() as waiting:
+        for client in clients:
+            waiting.register(client, selectors.EVENT_WRITE)
+        while waiting.get_map():
+            assert time.monotonic() < until, "TCP did not ask again"
+            for key, _ in waiting.select(1):
+                waiting.unregister(key.fileobj)
+
+
+def is_cut(client: socket.socket) -> bool:
+    try:
+        client.recv(1)
+    except BlockingIOError:
+        return False  # nobody says anything, and it is open
+    except OSError:
+        pass
+    return True
 
 
 def test_a_port_is_shared_while_another_process_listens_there_too(port):
@@ -57,3 +99,28 @@ def test_a_port_is_shared_while_another_process_listens_there_too(port):
 def test_the_same_port_of_another_address_is_another_door(port):
     with listening("127.0.0.2", port):
         assert not is_shared(port)
+
+
+@pytest.mark.parametrize("turns_away", [True, False])
+def test_nobody_is_cut_by_a_shared_door_that_closes_once_newcomers_are_turned_away(
+    own, port, turns_away
+):
+    """CASES P-27: without that, the half that the kernel has given to the closing door."""
+    with contextlib.ExitStack() as stack, listening("127.0.0.1", port):
+        if turns_away:
+            assert turn_away(port) == 1
+        clients = knock(stack, port)
+        own.close()
+        wait_settled(clients)
+        assert any(map(is_cut, clients)) is not turns_away
+
+
+def test_whoever_is_connected_already_is_let_in(own, port):
+    with contextlib.ExitStack() as stack, listening("127.0.0.2", port):
+        client = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+        assert turn_away(port) == 1
+        served, _ = own.accept()
+        stack.enter_context(served)
+        client.sendall(b"hello")
+        assert served.recv(5) == b"hello"
+        stack.enter_context(socket.create_connection(("127.0.0.2", port), timeout=10))

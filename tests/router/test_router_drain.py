@@ -186,7 +186,10 @@ async def test_a_router_without_heirs_says_so_first_and_refuses_politely(monkeyp
 
 
 async def test_doors_that_another_has_too_are_closed_at_once(monkeypatch):
-    """CASES P-27: the kernel gives newcomers to the other; half of them would be refused here."""
+    """CASES P-27: the kernel gives newcomers to the other; half of them would be refused here.
+
+    Whoever is connected stays, and from then on nobody is.
+    """
     monkeypatch.setattr(leave, "LAST_CALLS_S", 0.0)
     others = {"heirs": False}
     monkeypatch.setattr(leave, "is_shared", lambda port: others["heirs"])
@@ -200,6 +203,10 @@ async def test_doors_that_another_has_too_are_closed_at_once(monkeypatch):
         await until(lambda: not service.readiness().is_ready)
         others["heirs"] = True
         await asyncio.wait_for(leaving, 5)
+        for door in (http, grpc_door):
+            assert door.is_serving, "whoever is connected would be cut"
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(asyncio.open_connection("127.0.0.1", door.port), 0.1)
         with pytest.raises(grpc.aio.AioRpcError):
             await asyncio.wait_for(watch.read(), 5)  # it would keep the server from its end
         assert not running.done()

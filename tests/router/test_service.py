@@ -271,6 +271,24 @@ async def test_a_control_plane_that_has_just_started_is_waited_for():
     await service.stop()
 
 
+async def test_a_router_that_has_just_started_lets_requests_wait_for_the_control_plane():
+    """CASES P-27: its doors are open before it has heard anything; half of all calls come to it."""
+    cluster = FakeCluster()
+    cluster.route.view = None
+    cluster.route.default_pair = None
+    service = make_router(cluster)
+    assert not service.readiness().is_ready
+    generation = await service.generate(GenerateInput(prompt="hi"))
+    await cluster.route.wanted.wait()
+    generation.cancel()
+    await until(lambda: service.dispatcher.num_open == 0)
+    cluster.route.is_away_for_long = True
+    error = await refusal(service)
+    assert isinstance(error, NoWorker)
+    assert "control plane" in error.message
+    await service.stop()
+
+
 async def test_no_prompt_text_in_logs(caplog):
     """S-17 in part: neither prompts nor answers are logged."""
     caplog.set_level(logging.DEBUG)

@@ -103,25 +103,27 @@ class FakeWorker:
 class Cluster:
     def __init__(self, stack: contextlib.AsyncExitStack) -> None:
         self._stack = stack
-        self.config = make_config()
+        self.config, self._settings = make_config(), QUICK
         self.server = ControlServer(self.config, SystemClock(), settings=QUICK)
         self.address = ""
 
-    async def start(self, *pools, **scheduling) -> None:
-        self.config = make_config(*pools, **scheduling)
-        self.server = ControlServer(self.config, SystemClock(), settings=QUICK)
+    async def start(self, *pools, settings: ControlSettings = QUICK, **scheduling) -> None:
+        self.config, self._settings = make_config(*pools, **scheduling), settings
+        self.server = ControlServer(self.config, SystemClock(), settings=settings)
         self.address = await self.server.start("127.0.0.1", 0)
 
     async def restart(self) -> None:
         port = int(self.address.rpartition(":")[2])
-        self.server = ControlServer(self.config, SystemClock(), settings=QUICK)
+        self.server = ControlServer(self.config, SystemClock(), settings=self._settings)
         await self.server.start("127.0.0.1", port)
 
-    async def router(self, name: str = "a", **timing: float) -> Router:
+    async def router(self, name: str = "a", *, is_early: bool = False, **timing: float) -> Router:
+        """``is_early``: it starts, and may have heard nothing yet."""
         router = Router(self.address, name, **timing)
         await router.client.start()
         self._stack.push_async_callback(router.client.stop)
-        await until(lambda: router.client.is_connected and router.client.view is not None)
+        if not is_early:
+            await until(lambda: router.client.is_connected and router.client.view is not None)
         return router
 
     async def worker(self, pool: str, index: int = 0, **changes: object) -> FakeWorker:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import socket
 import subprocess
 import sys
 
@@ -170,7 +171,9 @@ async def test_cancelling_the_caller_withdraws_the_want(cluster):
 
 async def test_grants_that_cross_a_cancel_are_given_back(cluster):
     """Cancels at every moment of a want's life leave nothing granted."""
-    await cluster.start(*two_pools(slots=4))
+    # No timer takes anything back in the routers' stead.
+    patient = dataclasses.replace(QUICK, unseen_grant_s=60.0, orphan_s=60.0)
+    await cluster.start(*two_pools(slots=4), settings=patient)
     await cluster.workers()
     router = await cluster.router()
     for index in range(40):
@@ -182,11 +185,14 @@ async def test_grants_that_cross_a_cancel_are_given_back(cluster):
             router.client.done((await task).grant_id, 0)
     last = await router.client.want(make_want("last"))
     router.client.done(last.grant_id, 0)
-    # What the stream has carried before the last grant is settled; only its own end is not.
-    view = await get_cluster(cluster.address, 5.0)
-    assert view.num_waiting == 0
-    assert view.num_granted <= 1
-    await until(lambda: router.client.view.num_granted == 0)
+
+    async def is_settled():
+        view = await get_cluster(cluster.address, 5.0)
+        return (view.num_waiting, view.num_granted) == (0, 0)
+
+    async with asyncio.timeout(20.0):
+        while not await is_settled():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
 
 
 async def test_a_control_plane_that_dies_under_waiting_wants(cluster):
@@ -243,6 +249,40 @@ async def test_a_control_plane_that_stays_away_is_told_as_no_worker(cluster):
         await router.client.want(make_want("r2"))
     with pytest.raises(NoWorker):
         await router.client.cancel_request("r1", 1.0)
+
+
+async def test_the_window_begins_once_somebody_can_come_back():
+    """CASES P-27: in an update a control plane may have to wait for its predecessor's port."""
+    clock = HeldClock()
+    control = ControlServer(make_config(), clock, settings=QUICK)
+    with socket.socket() as predecessor:
+        predecessor.bind(("127.0.0.1", 0))
+        predecessor.listen()
+        port = predecessor.getsockname()[1]
+        starting = asyncio.create_task(control.start("127.0.0.1", port, bind_timeout_s=60.0))
+        await asyncio.sleep(0)
+        clock.at += 2 * QUICK.reconcile_s
+    address = await starting
+    assert (await get_cluster(address, 5.0)).is_reconciling
+    clock.at += 2 * QUICK.reconcile_s
+    assert not (await get_cluster(address, 5.0)).is_reconciling
+    await control.stop()
+
+
+async def test_a_router_that_starts_first_knows_that_a_view_may_come(cluster):
+    """CASES P-27: in an update it may be up before the control plane is."""
+    # Its workers come back while nobody is refused yet.
+    await cluster.start(*two_pools(slots=1), settings=dataclasses.replace(QUICK, reconcile_s=30.0))
+    await cluster.server.stop(0.0)
+    early = await cluster.router("early", is_early=True)
+    waiting = asyncio.create_task(early.client.want(make_want("r1")))
+    late = await cluster.router("late", is_early=True, unreachable_after_s=0.0)
+    await until(lambda: not late.client.awaits_first_view)
+    assert early.client.awaits_first_view
+    await cluster.restart()
+    await cluster.workers()
+    assert (await waiting).request_id == "r1"
+    await until(lambda: not early.client.awaits_first_view)
 
 
 async def test_a_stopping_router_ends_its_waits(cluster):
