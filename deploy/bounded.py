@@ -40,8 +40,12 @@ def bounded(who: str, timeout_s: float, call: Callable[[], T]) -> T:
 
 
 def are_all_answered() -> bool:
-    """Whether no call is under way that was left to itself."""
-    asking = [each for each in threading.enumerate() if each.name.startswith(ASKING)]
+    """Whether no call is under way that was left to itself; the one that asks this is none."""
+    asking = [
+        each
+        for each in threading.enumerate()
+        if each.name.startswith(ASKING) and each is not threading.current_thread()
+    ]
     for thread in asking:
         thread.join(_LAST_WORDS_S)
     return not any(thread.is_alive() for thread in asking)

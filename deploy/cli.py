@@ -77,17 +77,22 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
     bench.set_defaults(run=_bench)
 
+    _add_lab(commands)
+    return parser
+
+
+def _add_lab(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     lab = commands.add_parser("lab", help="play a workload on several configurations; compare")
     lab.add_argument("workload", nargs="?", metavar="WORKLOAD")
     lab.add_argument("--list", action="store_true", help="what there is to choose from")
     lab.add_argument("--config", nargs="+", default=[], metavar="NAME", dest="names")
     lab.add_argument("--out", type=Path, metavar="FOLDER", help="lab-WORKLOAD where none is given")
     lab.add_argument("--runs", type=int, default=1, metavar="N", help="the medians are told")
+    lab.add_argument("--scale", type=float, default=1.0, metavar="F", help="of the time, up to 1")
     lab.add_argument("--seed", type=int, default=0)
     lab.add_argument("--model", default="trial", help="a folder or a Hugging Face id")
     lab.add_argument("--inline", action="store_true", help="in one process, without Ray")
     lab.set_defaults(run=_lab)
-    return parser
 
 
 def _add_cluster_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -96,7 +101,7 @@ def _add_cluster_commands(commands: argparse._SubParsersAction[argparse.Argument
     _add_cluster(plan, "place the workers on the nodes of this Ray")
     plan.set_defaults(run=_plan)
 
-    build = commands.add_parser("build", help="print the config file for `serve run`")
+    build = commands.add_parser("build", help="print the file for `serve run` and `serve deploy`")
     _add_file(build)
     build.add_argument("--out", type=Path, metavar="FILE", help="write it there instead")
     build.set_defaults(run=_build)
@@ -262,6 +267,7 @@ def _lab(arguments: argparse.Namespace) -> int:
         names=tuple(arguments.names),
         out=arguments.out,
         num_runs=arguments.runs,
+        scale=arguments.scale,
         seed=arguments.seed,
         model=arguments.model,
         host=deploy_config.Host.INLINE if arguments.inline else deploy_config.Host.RAY,

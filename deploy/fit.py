@@ -1,8 +1,8 @@
 """Whether a cluster's nodes have room for the pools: asked before anything is deployed.
 
 Ray places each worker by what its pool asks for, and lets it wait for ever where nothing fits. So
-the same rules are gone through here first, over the nodes as Ray lists them, which names the pool
-that cannot be placed, and why.
+the same rules are gone through here first, over the nodes as Ray lists them and without what other
+apps use of them, which names the pool that cannot be placed, and why.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ if TYPE_CHECKING:
 
     from cluster.config import PoolConfig
 
+COUNTED = ("CPU", "GPU")
+"""What workers take of a node, by Ray's names."""
 _MAX_ORDERS = 120
 _EPSILON = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One node, with all that it has, whoever may be using it."""
+    """One node, with all that it has, and what others than this app are using."""
 
     name: str
     """What people know it by."""
@@ -31,6 +33,12 @@ class Node:
     resources: Mapping[str, float]
     """By Ray's names: CPU, GPU, accelerator_type:H100."""
     labels: Mapping[str, str] = field(default_factory=dict)
+    used: Mapping[str, float] = field(default_factory=dict)
+    """By others, of what is ``COUNTED``."""
+
+    def free(self, kind: str) -> float:
+        """Return what this app can have of it."""
+        return max(0.0, self.resources.get(kind, 0.0) - self.used.get(kind, 0.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +99,11 @@ class _Room:
 
     def __init__(self, node: Node) -> None:
         self.node = node
-        self._cpus = node.resources.get("CPU", 0.0)
-        self._gpus = [1.0] * int(node.resources.get("GPU", 0.0) + _EPSILON)
+        self._cpus = node.free("CPU")
+        gpus = node.free("GPU")
+        num_whole = int(gpus + _EPSILON)
+        # Ray doesn't tell of which GPUs others have parts: of as few as can be.
+        self._gpus = [1.0] * num_whole + [max(0.0, gpus - num_whole)]
 
     def take(self, pool: PoolConfig) -> bool:
         """Take a worker in; a part of a GPU has to be of one GPU."""
@@ -153,13 +164,18 @@ def _problem(pool: PoolConfig, nodes: Sequence[Node], num_placed: int, count: in
         labels = ", ".join(f"{key}={value}" for key, value in pool.node_labels.items())
         also = f" with {pool.accelerator_type}" if pool.accelerator_type else ""
         return f"pool {pool.name}: no node{also} has the labels {labels}"
-    gpus = sum(node.resources.get("GPU", 0.0) for node in suitable)
-    cpus = sum(node.resources.get("CPU", 0.0) for node in suitable)
+    cpus, gpus = (sum(node.free(kind) for node in suitable) for kind in COUNTED)
     return (
         f"pool {pool.name}: {num_placed} of {count} workers fit; each needs {needs(pool)}, "
         f"and the {len(suitable)} nodes that suit have {gpus:g} GPU and {cpus:g} CPU, "
-        "beside what other pools take"
+        f"beside what other pools take{_used(suitable)}"
     )
+
+
+def _used(nodes: Iterable[Node]) -> str:
+    used = {kind: sum(node.used.get(kind, 0.0) for node in nodes) for kind in reversed(COUNTED)}
+    told = [f"{amount:g} {kind}" for kind, amount in used.items() if amount > _EPSILON]
+    return f"; other apps use {' and '.join(told)} of them" if told else ""
 
 
 def _kinds(nodes: Sequence[Node]) -> str:

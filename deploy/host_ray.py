@@ -14,29 +14,28 @@ import re
 import secrets
 import socket
 import threading
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from cluster.clock import SystemClock
 from cluster.errors import StartupError
+from deploy import ray_room
 from deploy.bounded import ASKING, are_all_answered, bounded
 from deploy.cores import pin_process
-from deploy.fit import Node, fit
+from deploy.fit import fit
+from deploy.problems import NO_ROOM, raise_all
 from deploy.serve_config import APP_NAME, serve_config
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from cluster.config import DeployConfig
     from deploy.run_state import RunState
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 _STATUS_TIMEOUT_S = 5.0
 _CONNECT_TIMEOUT_S = 5.0
 _JOIN_TIMEOUT_S = 15.0
-_ANSWER_TIMEOUT_S = 10.0
 _SERVE_TIMEOUT_S = 40.0
 """For Serve's controller to be started, and to take the app; with the others it is under 60 s."""
 _FAILED = "A replica failed to start"
@@ -129,10 +128,8 @@ class RayHost:
         )
 
     def _check_fit(self) -> None:
-        placing = fit(self._config.pools, ray_nodes())
-        if placing.problems:
-            told = "".join(f"\n- {problem}" for problem in placing.problems)
-            raise StartupError(f"the cluster has no room for the pools:{told}")
+        placing = fit(self._config.pools, ray_room.ray_nodes())
+        raise_all(NO_ROOM, placing.problems)
         for problem in placing.at_most:
             logger.warning("when the load asks for all workers: %s", problem)
 
@@ -248,14 +245,11 @@ class RayHost:
         if not self._is_started:
             return
         self._is_started = False
-        stopper = threading.Thread(
-            target=_shut_down,
-            args=(self._has_app and not self._is_joined,),
-            name="ray-shutdown",
-            daemon=True,
-        )
-        stopper.start()
-        stopper.join(timeout_s)
+        shut_down = functools.partial(_shut_down, has_app=self._has_app and not self._is_joined)
+        try:
+            bounded("Ray", timeout_s, shut_down)
+        except Exception as error:  # what is left is ended with all else that was started
+            logger.warning("Ray could not be shut down: %r", error)
 
 
 def join_ray(address: str) -> None:
@@ -297,29 +291,7 @@ def leave_ray() -> None:
     # with the process.
     if are_all_answered():
         with contextlib.suppress(StartupError):
-            bounded("Ray", _ANSWER_TIMEOUT_S, ray.shutdown)
-
-
-def ray_nodes() -> list[Node]:
-    """Return the living nodes of the Ray that this process has joined; raises StartupError."""
-    import ray
-
-    told: list[dict[str, Any]] = bounded("Ray", _ANSWER_TIMEOUT_S, ray.nodes)
-    return [
-        Node(
-            name=f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})",
-            address=node["NodeManagerAddress"],
-            resources=node["Resources"],
-            labels=node["Labels"],
-        )
-        for node in told
-        if node["Alive"]
-    ]
-
-
-def ask_serve(question: Callable[[], T]) -> T:
-    """Return what one of Serve's calls does; raises StartupError where its controller hangs."""
-    return bounded("Ray Serve", _ANSWER_TIMEOUT_S, question)
+            bounded("Ray", ray_room.ANSWER_S, ray.shutdown)
 
 
 def _hand_over(tree: dict[str, Any]) -> None:
@@ -342,7 +314,7 @@ def _ask_status(found: list[Any]) -> None:
         logger.warning("Serve's status: %r", error)
 
 
-def _shut_down(has_app: bool) -> None:
+def _shut_down(*, has_app: bool) -> None:
     import ray
 
     try:

@@ -21,6 +21,7 @@ from cluster.config_rules import is_loopback
 from cluster.errors import StartupError
 from deploy.hardware import element_bytes
 from deploy.model_shape import kv_elements
+from deploy.problems import raise_all
 from deploy.run_state import RunState
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ _ROUTER_BYTES = 200 * _MIB  # web server, tokenizer
 _CONTROL_BYTES = 120 * _MIB
 _RAY_BYTES = 800 * _MIB  # its own processes, Serve's controller and the launcher
 _STORED_BYTES = {"float32": 4, "float64": 8}
+_WRONG = "this machine can't run the cluster as configured"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +58,7 @@ def check_machine(config: DeployConfig, *, state: RunState | None = None) -> Non
     What an earlier run left is told alone, since it explains the rest.
     """
     (state or RunState(config.endpoints.control_port)).check_free()
-    _raise_all([cores_problem(config), *port_problems(config)])
+    raise_all(_WRONG, [cores_problem(config), *port_problems(config)])
 
 
 def check_ports(config: DeployConfig) -> None:
@@ -65,7 +67,7 @@ def check_ports(config: DeployConfig) -> None:
     Of a cluster that is not there yet, and nobody can tell on another machine: then it passes.
     """
     if is_here(config.endpoints.host):
-        _raise_all(port_problems(config))
+        raise_all(_WRONG, port_problems(config))
 
 
 def is_here(host: str) -> bool:
@@ -74,20 +76,9 @@ def is_here(host: str) -> bool:
     return is_loopback(host) or host in own
 
 
-def _raise_all(found: Iterable[Problem | None]) -> None:
-    problems = [problem for problem in found if problem is not None]
-    if len(problems) == 1:
-        raise StartupError(str(problems[0]))
-    if problems:
-        lines = "".join(f"\n- {problem}" for problem in problems)
-        raise StartupError(f"this machine can't run the cluster as configured:{lines}")
-
-
 def check_memory(config: DeployConfig, model_folder: Path) -> None:
     """Raise StartupError where the memory is too small; needs the model, so it comes later."""
-    problem = memory_problem(config, model_folder)
-    if problem is not None:
-        raise StartupError(str(problem))
+    raise_all(_WRONG, [memory_problem(config, model_folder)])
 
 
 def cores_problem(config: DeployConfig) -> Problem | None:

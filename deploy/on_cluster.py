@@ -14,20 +14,21 @@ import dataclasses
 import functools
 import logging
 import sys
-import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cluster.config import HEAD
 from cluster.config_rules import is_loopback
 from cluster.errors import StartupError
 from deploy import calls, doors, proof
-from deploy.bounded import ASKING, bounded
+from deploy.bounded import bounded
 from deploy.fit import fit, suits
-from deploy.host_ray import RayHost, ask_serve, join_ray, leave_ray, load_ray, ray_nodes
+from deploy.host_ray import RayHost, join_ray, leave_ray, load_ray
 from deploy.loading import ClusterLoading
 from deploy.machine import check_ports
 from deploy.plan import check_gpus
+from deploy.problems import NO_ROOM, raise_all
+from deploy.ray_room import app_details, ask_serve, ray_nodes
 from deploy.readiness import missing
 from deploy.run_state import RunState
 from deploy.serve_config import APP_NAME, named
@@ -49,6 +50,8 @@ _SILENT_S = 30.0
 """For Ray to tell what its nodes load."""
 _END_S = 30.0
 """For an app to be gone, once all of it may have drained."""
+_GIVEN_BACK_S = 5.0
+"""Ray tells only a moment later what somebody has given back."""
 _HEAD_RESOURCE = "node:__internal_head__"
 
 
@@ -127,13 +130,13 @@ def _joined(address: str) -> Iterator[None]:
 
 
 def _wait_for_nodes(config: DeployConfig, wait_s: float) -> None:
-    deadline = time.monotonic() + wait_s
+    began = time.monotonic()
     told: tuple[str, ...] = ()
-    while problems := fit(config.pools, ray_nodes()).problems:
-        if time.monotonic() >= deadline:
-            raise StartupError(
-                "the cluster has no room for the pools:" + "".join(f"\n- {p}" for p in problems)
-            )
+    while problems := fit(config.pools, nodes := ray_nodes()).problems:
+        alone = fit(config.pools, [dataclasses.replace(node, used={}) for node in nodes])
+        patience_s = wait_s if alone.problems else max(wait_s, _GIVEN_BACK_S)
+        if time.monotonic() - began >= patience_s:
+            raise_all(NO_ROOM, problems)
         if problems != told:
             told = problems
             _say("waiting for nodes: " + "; ".join(problems))
@@ -226,23 +229,14 @@ def _deployed_drain_s() -> float:
 
     0 where nothing serves any more, or what serves was not deployed by a file of ours.
     """
-    from ray.serve.context import _get_global_client
-
-    def details() -> Any:
-        client: Any = _get_global_client()
-        return client.get_serve_details()
-
-    app = ask_serve(details)["applications"].get(APP_NAME, {})
-    args = (app.get("deployed_app_config") or {}).get("args", {})
+    args = (app_details().get("deployed_app_config") or {}).get("args", {})
     return float(args.get("config", {}).get("limits", {}).get("drain_s", 0.0))
 
 
 def _give_up_app() -> None:
     """Have it taken away; Serve goes on alone with what takes longer."""
-    # Serve's calls have no timeout, and wait for ever where its controller hangs.
-    asking = threading.Thread(target=_take_away, name=f"{ASKING}serve-delete", daemon=True)
-    asking.start()
-    asking.join(_GIVE_UP_S)
+    with contextlib.suppress(StartupError, SystemExit):  # why it was given up is told in any case
+        bounded("Ray Serve", _GIVE_UP_S, _take_away)
 
 
 def _take_away() -> None:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cluster.config import Device, PoolConfig, Preemption, Role
-from cluster.errors import StartupError
 from deploy.fit import fit, needs
 from deploy.hardware import GPU_BYTES, USABLE_SHARE, element_bytes
 from deploy.model_shape import count_parameters, read_shape
+from deploy.problems import raise_all
 from deploy.status import table
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from deploy.model_shape import ModelShape
 
 _GB = 10**9
+_WRONG = "it cannot run like this"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +103,7 @@ def show(config: DeployConfig, nodes: Sequence[Node] | None = None) -> int:
         sys.stdout.write("\n" + table(("pool", "node", "workers"), rows) + "\n")
         problems += placing.problems
         sys.stdout.writelines(f"\nat its most: {told}\n" for told in placing.at_most)
-    _raise_all(problems)
+    raise_all(_WRONG, problems)
     return 0
 
 
@@ -114,16 +115,11 @@ def check_gpus(config: DeployConfig) -> None:
     if all(_gpu_bytes(pool) is None for pool in config.pools):
         return
     path = config.model.path
-    _raise_all(_problems(plan_pools(config, read_shape(path), count_parameters(path))))
+    raise_all(_WRONG, _problems(plan_pools(config, read_shape(path), count_parameters(path))))
 
 
 def _problems(plans: Sequence[PoolPlan]) -> list[str]:
     return [plan.problem for plan in plans if plan.problem]
-
-
-def _raise_all(problems: Sequence[str]) -> None:
-    if problems:
-        raise StartupError("it cannot run like this:" + "".join(f"\n- {p}" for p in problems))
 
 
 def render(config: DeployConfig, plans: Sequence[PoolPlan]) -> str:

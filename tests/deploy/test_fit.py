@@ -1,5 +1,7 @@
 """Which node each worker fits on, and the reason where none does."""
 
+import dataclasses
+
 import pytest
 
 from cluster.config import PoolConfig, Role
@@ -88,6 +90,26 @@ def test_pools_that_fit_alone_may_not_fit_together():
     problems = fit([gpu("p", "H100"), gpu("d", "H100", 2)], nodes).problems
     assert len(problems) == 1
     assert "beside what other pools take" in problems[0]
+
+
+def test_what_others_use_has_no_room():
+    """Issue 6, point 1: on a Ray that several apps share."""
+    idle = node("a", 2, "H100", cpus=4.0)
+    busy = dataclasses.replace(idle, used={"GPU": 1.0, "CPU": 3.0})
+    asks = [gpu("p", "H100", 2, cpus_per_worker=1.0)]
+    assert fit(asks, [idle]).problems == ()
+    (problem,) = fit(asks, [busy]).problems
+    assert problem.startswith("pool p: 1 of 2 workers fit")
+    assert "1 GPU and 1 CPU" in problem
+    assert problem.endswith("; other apps use 1 GPU and 3 CPU of them")
+    assert fit(asks, [busy, node("b", 1, "H100")]).placed == {"p": {"a": 1, "b": 1}}
+
+
+@pytest.mark.parametrize(("used", "num_halves"), [(0.0, 4), (0.5, 3), (0.6, 2), (2.0, 0), (3.0, 0)])
+def test_of_a_gpu_that_others_use_in_part_the_rest_is_one_piece(used, num_halves):
+    shared = dataclasses.replace(node("a", 2, "L4"), used={"GPU": used})
+    found = fit([gpu("p", "L4", 9, share=0.5)], [shared])
+    assert sum(found.placed["p"].values()) == num_halves
 
 
 def test_what_is_pinned_by_us_needs_nothing_of_ray():

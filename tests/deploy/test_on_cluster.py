@@ -7,7 +7,7 @@ import pytest
 
 from cluster import config as deploy_config
 from cluster.errors import StartupError
-from deploy import on_cluster
+from deploy import on_cluster, ray_room
 from deploy.fit import Node
 from deploy.run_state import RunState
 
@@ -152,6 +152,53 @@ def test_an_update_comes_to_doors_that_are_its_own(deploy, monkeypatch):
     assert message.startswith("not ready")
 
 
+@pytest.fixture
+def wait_for_nodes(monkeypatch):
+    """Wait for room for one worker that takes a CPU; ``used`` is what others use at each look."""
+    now = [0.0]
+
+    class FakeTime:
+        monotonic = staticmethod(lambda: now[0])
+
+        @staticmethod
+        def sleep(seconds):
+            now[0] += seconds
+
+    monkeypatch.setattr(on_cluster, "time", FakeTime)
+    pools = [{"name": "m", "role": "mixed", "cpus_per_worker": 1}]
+
+    def wait(used, wait_s=0.0, num_cpus=1.0):
+        def nodes():
+            return [Node(name="n", address="n", resources={"CPU": num_cpus}, used=used(now[0]))]
+
+        monkeypatch.setattr(on_cluster, "ray_nodes", nodes)
+        on_cluster._wait_for_nodes(deploy_config.from_tree({"pools": pools}), wait_s)
+        return now[0]
+
+    wait.now = now
+    return wait
+
+
+def test_what_others_have_given_back_is_waited_for(wait_for_nodes):
+    """Ray tells it a moment later."""
+    assert wait_for_nodes(lambda at: {"CPU": 1.0} if at < 3.0 else {}) == 3.0
+
+
+def test_what_others_keep_is_told_with_who_has_no_room(wait_for_nodes):
+    with pytest.raises(StartupError, match=r"^pool m: 0 of 1 workers fit.* other apps use 1 CPU"):
+        wait_for_nodes(lambda at: {"CPU": 1.0})
+    assert wait_for_nodes.now[0] == on_cluster._GIVEN_BACK_S
+
+
+def test_what_no_node_has_is_told_at_once(wait_for_nodes):
+    with pytest.raises(StartupError, match=r"^pool m: 0 of 1 workers fit"):
+        wait_for_nodes(lambda at: {}, num_cpus=0.0)
+    assert wait_for_nodes.now[0] == 0.0
+    with pytest.raises(StartupError):
+        wait_for_nodes(lambda at: {}, wait_s=900.0, num_cpus=0.0)
+    assert wait_for_nodes.now[0] == 900.0
+
+
 def test_what_no_gpu_holds_is_told_before_ray_is_looked_for(deploy, monkeypatch):
     """Point 1: else each worker would run out of memory in the midst of loading."""
 
@@ -180,5 +227,5 @@ def test_what_no_deploy_file_of_ours_put_there_drains_for_no_time(monkeypatch, a
     """It went meanwhile, or was started by other means."""
     pytest.importorskip("ray.serve")
     applications = {"pdserve": app} if app else {}
-    monkeypatch.setattr(on_cluster, "ask_serve", lambda question: {"applications": applications})
+    monkeypatch.setattr(ray_room, "ask_serve", lambda question: {"applications": applications})
     assert on_cluster._deployed_drain_s() == 0.0

@@ -117,7 +117,7 @@ def test_a_worker_too_big_for_its_gpu_is_refused_after_the_plan(tiny, capsys):
 def test_a_worker_too_big_for_its_gpu_is_refused_before_it_is_deployed(tiny):
     """Point 1: without a Ray, and in the words of the plan."""
     gpu = {"device": "cuda", "gpus_per_worker": 1, "accelerator_type": "L4"}
-    with pytest.raises(StartupError, match=r"\n- pool a: a worker takes 24\.\d GB, and may take"):
+    with pytest.raises(StartupError, match=r"^pool a: a worker takes 24\.\d GB, and may take"):
         plan.check_gpus(deploy_config.from_tree(tree(tiny, **gpu, kv_bytes=24 * 10**9)))
     plan.check_gpus(deploy_config.from_tree(tree(tiny, **gpu, kv_bytes=10 * 10**9)))
 

@@ -1,7 +1,8 @@
 """A Ray of several nodes on this machine, in a process of its own: this module as a script.
 
-It reads one JSON line, a list of nodes (``num_gpus``, ``resources``, ``labels``), and prints one:
-the address and each node's raylet pid. It ends with its standard input.
+Its argument is the dashboard's port, 0 for none. It reads one JSON line, a list of nodes
+(``num_gpus``, ``resources``, ``labels``), and prints one: the address and each node's raylet, its
+pid and the id of its node. It ends with its standard input.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ _STORE_BYTES = 80 << 20
 class RayNodes:
     """The address, and the raylet of each node by its number; the head is not among them."""
 
-    def __init__(self, address: str, raylet_pids: list[int], folder: Path) -> None:
+    def __init__(self, address: str, raylets: list[tuple[int, str]], folder: Path) -> None:
         self.address = address
-        self.raylet_pids = raylet_pids
+        self.raylet_pids = [pid for pid, _ in raylets]
+        self.node_ids = [node_id for _, node_id in raylets]
         self._folder = folder
 
     def serve_log(self) -> str:
@@ -51,15 +53,15 @@ class RayNodes:
 
 
 @contextlib.contextmanager
-def ray_nodes(nodes: Sequence[dict[str, object]]) -> Iterator[RayNodes]:
-    """Run a head node and these for the time of a ``with``."""
+def ray_nodes(nodes: Sequence[dict[str, object]], *, dashboard_port: int = 0) -> Iterator[RayNodes]:
+    """Run a head node and these for the time of a ``with``; no dashboard without a port for it."""
     # Not pytest's folder: the paths of Ray's sockets must be short.
     with (
         tempfile.TemporaryDirectory(prefix="rn", ignore_cleanup_errors=True) as folder,
         (Path(folder) / "log").open("w") as log,
     ):
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.e2e.ray_nodes"],
+            [sys.executable, "-m", "tests.e2e.ray_nodes", str(dashboard_port)],
             cwd=REPO,
             env=os.environ | ENVIRONMENT | {"RAY_TMPDIR": folder},
             stdin=subprocess.PIPE,
@@ -84,7 +86,7 @@ def ray_nodes(nodes: Sequence[dict[str, object]]) -> Iterator[RayNodes]:
             process.stdout.close()
 
 
-def _run() -> None:
+def _run(dashboard_port: int) -> None:
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(
@@ -92,14 +94,15 @@ def _run() -> None:
         connect=False,
         head_node_args={
             "num_cpus": 1,
-            "include_dashboard": False,
+            "include_dashboard": dashboard_port > 0,
+            "dashboard_port": dashboard_port or None,
             "object_store_memory": _STORE_BYTES,
         },
     )
     raylets = []
     for node in json.loads(sys.stdin.readline()):
         added = cluster.add_node(num_cpus=1, object_store_memory=_STORE_BYTES, **node)
-        raylets.append(added.all_processes["raylet"][0].process.pid)
+        raylets.append((added.all_processes["raylet"][0].process.pid, added.node_id))
     sys.stdout.write(json.dumps({"address": cluster.address, "raylets": raylets}) + "\n")
     sys.stdout.flush()
     sys.stdin.read()
@@ -107,4 +110,4 @@ def _run() -> None:
 
 
 if __name__ == "__main__":
-    _run()
+    _run(int(sys.argv[1]))

@@ -4,6 +4,8 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import os
+import re
+import socket
 import subprocess
 import sys
 import time
@@ -15,13 +17,15 @@ import pytest
 import yaml
 
 from cluster import config as deploy_config
-from cluster.config import Role
+from cluster.config import FaultsConfig, Role
 from deploy.client import Client
 from deploy.run_state import RunState
 from tests.e2e import reference
-from tests.e2e.plain_cluster import make_config, view_of, wait_until, with_pool
+from tests.e2e.plain_cluster import free_ports, make_config, view_of, wait_until, with_pool
+from tests.e2e.process_cluster import Faults, fault
 from tests.e2e.ray_cluster import PDSERVE
 from tests.e2e.ray_nodes import ENVIRONMENT, ray_nodes
+from tests.e2e.streams import Prompts
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(420)]
 
@@ -39,11 +43,24 @@ ASKS = {
 SERVE = [str(Path(sys.executable).with_name("serve"))]
 NUM_AT_ONCE, MAX_ASKED = 6, 120
 FAIL_S = 60.0
+BUSY_STEP_S = 0.4
+OTHER_APP = """
+import ray, sys
+ray.init(address=sys.argv[1], log_to_driver=False)
+Other = ray.remote(num_cpus=1)(type("Other", (), {"is_here": lambda self: True}))
+other = Other.remote()
+print(ray.get(other.is_here.remote()), flush=True)
+sys.stdin.read()
+"""
+"""Takes a CPU until its standard input ends."""
 ROLES = {name: Role(name.partition("-")[0]) for name in ASKS}
 
 
 class Deployed:
     """A cluster that ``pdserve deploy`` has put on Ray's nodes."""
+
+    dashboard = ""
+    """Ray's, where one runs."""
 
     def __init__(self, config, nodes, folder):
         self.config = config
@@ -69,6 +86,7 @@ def deployed(tiny_llama, tmp_path_factory):
     config = make_config(tiny_llama, {name: (role, 1) for name, role in ROLES.items()})
     for name, asks in ASKS.items():
         config = with_pool(config, name, **asks)
+    config = dataclasses.replace(config, faults=FaultsConfig(enabled=True))
     with ray_nodes(NODES) as nodes:
         cluster = Deployed(config, nodes, tmp_path_factory.mktemp("hardware"))
         done = cluster.command("deploy", "--wait-ready", "150")
@@ -119,11 +137,15 @@ def test_all_pools_serve_real_tokens(deployed, tiny_llama):
     assert expected.disagreements(answers)[0] == []
 
 
-def test_the_plan_names_the_nodes(deployed):
+def test_the_plan_names_the_nodes_that_workers_are_on(deployed):
+    """Its rows are true. What the app holds, all of two nodes' GPUs, is not in its own way."""
     done = deployed.command("plan")
     assert done.returncode == 0, done.stderr
-    for name in ASKS:
-        assert name in done.stdout
+    planned = re.findall(r"^(\S+) +127\.0\.0\.1 \((\w+)\) +(\d+)$", done.stdout, re.M)
+    ids = dict(zip(deployed.nodes.raylet_pids, deployed.nodes.node_ids, strict=True))
+    workers = [view.worker for view in view_of(deployed).workers]
+    at = {worker.pool: ids[psutil.Process(worker.pid).ppid()] for worker in workers}
+    assert sorted(planned) == sorted((pool, node_id[:6], "1") for pool, node_id in at.items())
 
 
 def test_what_has_no_room_is_refused_with_its_pool(deployed, tiny_llama, tmp_path):
@@ -138,42 +160,154 @@ def test_what_has_no_room_is_refused_with_its_pool(deployed, tiny_llama, tmp_pat
     assert httpx.get(f"{deployed.http}/health/ready").status_code == 200
 
 
-def test_a_second_ray_of_this_host_gets_no_door_of_the_first(deployed, tiny_llama, tmp_path):
-    """Point 9: neither by `pdserve deploy`, which looks first, nor by `serve run`, by the routers.
+def test_serve_replaces_whose_engine_stands_still_and_nobody_else(deployed, tiny_llama):
+    """CASES P-26: all processes live and report; one is busy, and two are idle meanwhile."""
+    prompts = Prompts(tiny_llama, 2 * NUM_AT_ONCE, num_prompt=48, num_tokens=120)
+    before = {w.worker.worker_id: w.worker for w in view_of(deployed).workers}
+    hung, busy = (Faults(before[name].address) for name in ("decode-l40s-0", "decode-new-0"))
+    hung.set(fault("hold", "engine.step"))
+    busy.set(fault("delay", "engine.step", times=0, seconds=BUSY_STEP_S))
+    streams = []
+    while not any(hung.fired()):
+        assert len(streams) < len(prompts.prompts), "nothing is placed on it"
+        streams.append(prompts.stream(deployed.grpc, len(streams), deadline_s=150))
+        last = streams[-1]
+        wait_until(
+            lambda last=last: len(last.tokens) > 1 or any(hung.fired()), 30, "no token comes"
+        )
+    after = {}
+
+    def is_replaced() -> bool:
+        after.update((w.worker.worker_id, w.worker) for w in view_of(deployed).workers)
+        return after["decode-l40s-0"].pid != before["decode-l40s-0"].pid
+
+    wait_until(is_replaced, FAIL_S, "it is not replaced", pace_s=0.2)
+    assert any(not stream.ended_at for stream in streams), "nobody was busy (V)"
+    busy.clear()
+    for number, stream in enumerate(streams):
+        stream.wait_end(FAIL_S)
+        prompts.check(number, stream)
+    kept = {name: worker.pid for name, worker in before.items() if name != "decode-l40s-0"}
+    assert {name: worker.pid for name, worker in after.items() if name in kept} == kept
+    for each in (hung, busy):
+        each.close()
+
+
+# ---- another Ray on this host
+
+
+@pytest.fixture(scope="module")
+def second(tiny_llama, tmp_path_factory):
+    """One node with one CPU, which the worker takes, and a dashboard; nothing is deployed there."""
+    config = make_config(tiny_llama, {"both": (Role.MIXED, 1)}, cpus_per_worker=1.0)
+    (port,) = free_ports(1)
+    with ray_nodes((), dashboard_port=port) as nodes:
+        cluster = Deployed(config, nodes, tmp_path_factory.mktemp("second"))
+        cluster.dashboard = f"http://127.0.0.1:{port}"
+        try:
+            yield cluster
+        finally:
+            RunState(config.endpoints.control_port).clear(10)
+
+
+def test_what_another_app_uses_has_no_room(second):
+    """Point 1: on a Ray that is shared; as soon as that app is gone there is room again."""
+    other = subprocess.Popen(
+        [sys.executable, "-c", OTHER_APP, second.nodes.address],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | ENVIRONMENT,
+    )  # fmt: skip
+    try:
+        assert other.stdout.readline() == "True\n"
+        refused = second.command("plan", timeout_s=FAIL_S)
+        assert refused.returncode == 1
+        assert "pool both: 0 of 1 workers fit" in refused.stderr
+        assert "other apps use 1 CPU of them" in refused.stderr
+    finally:
+        other.communicate(timeout=30)
+
+
+def test_what_never_gets_ready_is_taken_away_again(second):
+    """Point 9: the first deployment, within its wait, with the reason; nothing is left of it."""
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        deploying = threads.submit(second.command, "deploy", "--wait-ready", "8")
+        loading = []
+
+        def is_loading() -> bool:
+            loading[:] = processes_of(second.nodes.address, "ray::ServeReplica:pdserve:both")
+            return bool(loading)
+
+        wait_until(is_loading, FAIL_S, "it is not started", pace_s=0.05)
+        loading[0].suspend()
+        done = deploying.result(FAIL_S)
+    assert done.returncode == 1
+    # Which of them depends on how soon the control plane was there.
+    why = r"(pool both: 0 of 1 workers registered|the control plane does not answer)"
+    assert re.search(f"not ready after 8 s: {why}", done.stderr), done.stderr
+    wait_until(
+        lambda: not processes_of(second.nodes.address, "ray::ServeReplica:pdserve:"),
+        FAIL_S, "a process of it is left", pace_s=0.2,
+    )  # fmt: skip
+    endpoints = second.config.endpoints
+    for port in (endpoints.http_port, endpoints.grpc_port, endpoints.control_port):
+        socket.create_server((endpoints.host, port)).close()
+    gone = second.command("down", timeout_s=FAIL_S)
+    assert gone.stdout == "nothing was there\n", gone.stdout + gone.stderr
+
+
+def test_a_second_ray_of_this_host_gets_no_door_of_the_first(deployed, second, tmp_path):
+    """Point 9: neither by `pdserve deploy`, which looks first, nor by Serve, by the routers.
 
     With a control port of its own nothing else would tell them apart: the kernel would spread what
     comes over the doors of both.
     """
-    config = make_config(tiny_llama, {"both": (Role.MIXED, 1)})
-    ours, doors = deployed.config.endpoints, config.endpoints
+    ours, doors = deployed.config.endpoints, second.config.endpoints
     doors = dataclasses.replace(doors, http_port=ours.http_port, grpc_port=ours.grpc_port)
-    config = dataclasses.replace(config, endpoints=doors)
-    with ray_nodes(()) as nodes:
-        second = Deployed(config, nodes, tmp_path)
-        refused = second.command("deploy", timeout_s=FAIL_S)
-        assert refused.returncode == 1
-        for key, port in (("http_port", doors.http_port), ("grpc_port", doors.grpc_port)):
-            assert f"port {port} (endpoints.{key}) is taken" in refused.stderr, refused.stderr
-        built = tmp_path / "serve.yaml"
-        subprocess.run([*PDSERVE, "build", str(second.file), "--out", str(built)], check=True)
-        serve_run = subprocess.Popen(
-            [*SERVE, "run", str(built), f"--address={nodes.address}"],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ | ENVIRONMENT,
-        )  # fmt: skip
-        try:
-            told = f"is a door of another cluster, on the Ray at {deployed.nodes.address}: "
-            wait_until(lambda: told in nodes.serve_log(), FAIL_S, "no router of it was refused")
-        finally:
-            serve_run.kill()
-            serve_run.wait(10)
-            RunState(doors.control_port).clear(10)
+    config = dataclasses.replace(second.config, endpoints=doors)
+    same = Deployed(config, second.nodes, tmp_path)
+    same.dashboard = second.dashboard
+    refused = same.command("deploy", timeout_s=FAIL_S)
+    assert refused.returncode == 1
+    for key, port in (("http_port", doors.http_port), ("grpc_port", doors.grpc_port)):
+        assert f"port {port} (endpoints.{key}) is taken" in refused.stderr, refused.stderr
+    serve_deploy(same, tmp_path)
+    told = f"is a door of another cluster, on the Ray at {deployed.nodes.address}: "
+    wait_until(lambda: told in second.nodes.serve_log(), FAIL_S, "no router of it was refused")
     # Each connection is another one of the kernel's choices.
     assert {httpx.get(f"{deployed.http}/health/ready").status_code for _ in range(30)} == {200}
 
 
+def test_serve_deploy_takes_what_build_wrote(second, tmp_path):
+    """Point 4, by way of Ray's dashboard; and in place of what was there and couldn't serve."""
+    serve_deploy(second, tmp_path)
+    wait_until(lambda: is_ready(second), 2 * FAIL_S, "it does not serve", pace_s=0.2)
+    ask = {"model": "tiny", "prompt": "the harbour", "max_tokens": 8}
+    answer = httpx.post(f"{second.http}/v1/completions", json=ask, timeout=60)
+    assert answer.raise_for_status().json()["choices"]
+
+
+def serve_deploy(cluster, folder) -> None:
+    """The README's two commands."""
+    built = folder / "serve.yaml"
+    subprocess.run([*PDSERVE, "build", str(cluster.file), "--out", str(built)], check=True)
+    done = subprocess.run(
+        [*SERVE, "deploy", str(built), "--address", cluster.dashboard],
+        capture_output=True, text=True, timeout=FAIL_S, check=False, env=os.environ | ENVIRONMENT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def is_ready(cluster) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(f"{cluster.http}/health/ready", timeout=10).status_code == 200
+    return False
+
+
+# ---- what hangs
+
+
 def test_a_serve_that_hangs_is_told_within_a_minute(deployed):
     """Point 9: its calls have no timeout; what serves goes on meanwhile."""
-    controller = controller_of(deployed.nodes.address)
+    (controller,) = processes_of(deployed.nodes.address, "ray::ServeController")
     controller.suspend()
     try:
         began = time.monotonic()
@@ -188,15 +322,16 @@ def test_a_serve_that_hangs_is_told_within_a_minute(deployed):
         controller.resume()
 
 
-def controller_of(address: str) -> psutil.Process:
-    """Serve's, on the Ray at this address: of all on this machine, and there may be others."""
+def processes_of(address: str, title: str) -> list[psutil.Process]:
+    """Those whose title begins so on the Ray at this address: there may be others here."""
+    found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, IndexError):
-            if process.cmdline()[0].startswith("ray::ServeController") and any(
+            if process.cmdline()[0].startswith(title) and any(
                 address in word for word in process.parent().cmdline()
             ):
-                return process
-    raise AssertionError("Serve has no controller")
+                found.append(process)
+    return found
 
 
 def test_an_update_that_stands_still_ends_with_its_pool(deployed, tmp_path):

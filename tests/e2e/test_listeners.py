@@ -15,9 +15,9 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from cluster.config import Host, Role, TransportKind
+from cluster.config import EndpointsConfig, Host, Role, TransportKind
 from deploy.run_state import RunState
-from tests.e2e.plain_cluster import REPO, make_config, wait_until
+from tests.e2e.plain_cluster import REPO, make_config, view_of, wait_until
 from tests.e2e.ray_cluster import PDSERVE, ray_cluster
 
 pytestmark = pytest.mark.ray
@@ -27,13 +27,18 @@ _NOT_ALWAYS = {"ray::RuntimeEnvAgent"}
 _SETTLE_S = 60.0
 
 
-def documented() -> dict[str, bool]:
-    """The table of ports: process title -> whether a wide bind is stated, with its reason."""
+def rows() -> list[tuple[str, str, str, str]]:
+    """The table of ports: process, port, address, reason."""
     section = README.read_text().split("## Ports", 1)[1].split("\n## ", 1)[0]
-    rows = re.findall(r"^\| `([^`]+)` \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", section, re.M)
-    assert all(reason.strip() for *_, reason in rows)
+    found = re.findall(r"^\| `([^`]+)` \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", section, re.M)
+    assert all(reason.strip() for *_, reason in found)
+    return found
+
+
+def documented() -> dict[str, bool]:
+    """Process title -> whether a wide bind is stated."""
     wide: dict[str, bool] = {}
-    for title, _, bind, _ in rows:
+    for title, _, bind, _ in rows():
         wide[title] = wide.get(title, False) or "every interface" in bind
     return wide
 
@@ -43,6 +48,7 @@ def title_of(process: psutil.Process) -> str:
     words = process.cmdline()
     title = words[0] if words else process.name()
     if title.startswith("ray::"):
+        title = title.partition(".")[0]  # what it runs right now
         return re.sub(r"(ServeReplica:pdserve:)(prefill|decode|mixed)$", r"\1POOL", title)
     name = Path(title).name
     if name.startswith("python"):
@@ -94,7 +100,37 @@ def settled_listeners(on_ray) -> list[Listener]:
 
 def test_every_listener_is_documented(on_ray):
     """S-03, with two router replicas up: wide ones only where the table says so and why."""
-    check_table(settled_listeners(on_ray))
+    found = settled_listeners(on_ray)
+    check_table(found)
+    check_ports(found, on_ray.config.endpoints)
+    legs = {w.worker.pid: int(w.worker.address.rpartition(":")[2]) for w in view_of(on_ray).workers}
+    assert len(legs) == 4
+    for pid, port in legs.items():
+        at = narrow_ports(found, pid)
+        assert port in at
+        # Beside it that of Ray's core, and one for each link.
+        assert 1 <= len(at - {port}) <= 1 + len(legs) / 2
+
+
+def check_ports(found: list[Listener], endpoints: EndpointsConfig) -> None:
+    """The table's second column: what it names is there, and each other port is one that is any."""
+    for title in {row[0] for row in rows()}:
+        told = [(port, bind) for row_title, port, bind, _ in rows() if row_title == title]
+        named = dict(re.findall(r"`endpoints\.(\w+)` \((\d+)\)", str(told)))
+        assert all(int(port) == getattr(EndpointsConfig(), key) for key, port in named.items())
+        assert all(port.startswith(("any", "`endpoints.")) for port, _ in told)
+        fixed = {getattr(endpoints, key) for key in named}
+        num_any = sum(port == "any" and bind == "loopback" for port, bind in told)
+        for pid in {each.pid for each in found if each.title == title}:
+            at = narrow_ports(found, pid)
+            assert fixed <= at, title
+            assert not (at - fixed) & set(dataclasses.astuple(endpoints)), title
+            if fixed:
+                assert len(at - fixed) == num_any, (title, at, fixed)
+
+
+def narrow_ports(found: list[Listener], pid: int) -> set[int]:
+    return {each.port for each in found if each.pid == pid and not each.is_wide}
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from unittest import mock
 
 import httpx
@@ -100,6 +101,7 @@ def test_dtypes_that_differ_are_converted(dtypes, start, tiny_llama):
         prompts.check(number, stream, near_tie=ROUNDED_TIE)
     cluster.wait_quiet()
     wait_until(lambda: num_imports(cluster) == 4, 5, "some KV was not handed over")
+    assert num_reserved(cluster) == 4
 
 
 def num_imports(cluster: Mismatched) -> float:
@@ -192,19 +194,27 @@ def test_another_maximum_length_is_refused(start, tiny_llama):
 
 
 def check_refused(cluster: Mismatched, reason: str) -> None:
-    """The same reason everywhere, and a client that hears it at once."""
+    """The same reason everywhere, and a client that hears it at once; no KV for it is computed."""
     (refused,) = cluster.view().refused
     assert refused.worker_id == "decode-0"
     assert reason in refused.reason
-    process = cluster.processes.pop("decode-0")
-    process.join(20)
-    assert process.exitcode == 2, "it could not start, and says so"
-    assert reason in cluster.log("decode-0")
     body = {"model": "tiny", "prompt": [5, 6], "max_tokens": 4}
     for patience_s in (5, 1):  # a control plane that has just started rejects nobody for 3 s
         answer = httpx.post(f"{cluster.http}/v1/completions", json=body, timeout=10)
         assert answer.status_code == 503
         assert answer.elapsed.total_seconds() < patience_s
     assert reason in answer.json()["error"]["message"]
+    process = cluster.processes.pop("decode-0")
+    process.join(20)
+    assert process.exitcode == 2, "it could not start, and says so"
+    assert reason in cluster.log("decode-0")
+    assert num_reserved(cluster) == 0
     assert cluster.processes["prefill-0"].is_alive()
-    assert [w.worker.worker_id for w in cluster.view().workers] == ["prefill-0"]
+    (view,) = cluster.view().workers
+    assert view.worker.worker_id == "prefill-0"
+    assert view.report.counters["legs_received"] == 0
+
+
+def num_reserved(cluster: Mismatched) -> int:
+    """Imports that the decode worker has ever begun: its log tells each."""
+    return len(re.findall(r"handoff=\S+ leg=\S+ reserved", cluster.log("decode-0")))

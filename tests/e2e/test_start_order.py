@@ -12,6 +12,7 @@ import socket
 import subprocess
 import time
 
+import grpc
 import pytest
 import yaml
 
@@ -20,6 +21,7 @@ from cluster.config import Role
 from cluster.control.status import get_cluster
 from cluster.errors import NoWorker
 from cluster.trust import ClusterToken
+from cluster.wire import faults_pb2, worker_pb2
 from deploy.cores import holders
 from tests.e2e.plain_cluster import make_config, view_of, wait_until, with_pool
 from tests.e2e.process_cluster import CONTROL, ProcessCluster
@@ -211,7 +213,8 @@ def num_reports(start, worker_id: str) -> int:
 
 
 def test_two_clusters_on_one_host_do_not_meet(make_cluster, tiny_llama, tmp_path, prompts):
-    """Both serve; and where one takes the address of the other's control plane, nobody follows."""
+    """Both serve, and neither's workers let the other's in; and where one takes the address of the
+    other's control plane, nobody follows."""
     clusters = []
     for name in ("one", "two"):
         token = tmp_path / f"{name}.token"
@@ -228,6 +231,8 @@ def test_two_clusters_on_one_host_do_not_meet(make_cluster, tiny_llama, tmp_path
         cluster.wait_served()
         serve_one(cluster, prompts)
     one, two = clusters
+    check_refuses_strangers(one, two)
+    serve_one(one, prompts, 1)
     one.kill(CONTROL)
     two.kill(CONTROL)
     moved = dataclasses.replace(two.config, endpoints=dataclasses.replace(
@@ -248,6 +253,42 @@ def test_two_clusters_on_one_host_do_not_meet(make_cluster, tiny_llama, tmp_path
     one.restart(CONTROL)
     one.wait_served()
     serve_one(one, prompts, 1)
+
+
+def check_refuses_strangers(cluster: ProcessCluster, other: ProcessCluster) -> None:
+    """S-16: a worker's port for legs and links, by the token alone: no certificate is asked for."""
+    own, foreign = (ClusterToken.load(each.config.security).metadata for each in (cluster, other))
+    shown = [(), foreign, own + foreign, ((own[0][0], own[0][1] + "x"),)]
+    services = (worker_pb2.DESCRIPTOR, faults_pb2.DESCRIPTOR)
+    methods = [
+        f"/{service.full_name}/{method.name}"
+        for file in services
+        for service in file.services_by_name.values()
+        for method in service.methods
+    ]
+    assert len(methods) == 5
+    for name in cluster.pools:
+        port = cluster.ports[name]
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            for method in methods:
+                told = {code_of(channel, method, metadata) for metadata in shown}
+                assert told == {grpc.StatusCode.UNAUTHENTICATED}, (name, method, told)
+            assert code_of(channel, methods[0], own) is grpc.StatusCode.FAILED_PRECONDITION
+        # A scanner, which speaks no HTTP/2.
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as scanner:
+            scanner.sendall(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n")
+            scanner.shutdown(socket.SHUT_WR)
+            said = b"".join(iter(lambda scanner=scanner: scanner.recv(4096), b""))
+        assert b"200" not in said
+        assert b"pdserve" not in said
+
+
+def code_of(channel: grpc.Channel, method: str, metadata) -> grpc.StatusCode:
+    """How a call ends that says nothing and shows this."""
+    call = channel.stream_stream(method)(iter(()), metadata=metadata, timeout=10)
+    with pytest.raises(grpc.RpcError):
+        next(call)
+    return call.code()
 
 
 def view_with_token(cluster: ProcessCluster):
