@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from cluster import config_security, config_tree
 from cluster.config_shape import (
     DEFAULT_KV_TOKENS,
+    DEFAULT_WINDOW_MS,
     HEAD,
     MAX_TIER_CHARS,
     Batching,
@@ -307,6 +308,12 @@ def _check_batching(pool: PoolConfig, scheduling: SchedulingConfig) -> None:
             f"{path}.batch_size: {pool.batch_size} is not between 0 and {path}.max_num_seqs, "
             f"{pool.max_num_seqs}",
             field=f"{path}.batch_size",
+        )
+    if pool.batching is not Batching.DYNAMIC and pool.batch_window_ms != DEFAULT_WINDOW_MS:
+        raise ConfigError(
+            f"{path}.batch_window_ms: for dynamic batching; {path}.batching is "
+            f"{pool.batching.value}",
+            field=f"{path}.batch_window_ms",
         )
     if pool.batching is Batching.CONTINUOUS:
         if pool.batch_size:

@@ -42,12 +42,13 @@ class HttpDoor:
         port: int,
         caps: HttpCaps | None = None,
         tls: DoorTls | None = None,
+        kind: type[GuardedConnection] = GuardedConnection,
     ) -> None:
-        """With ``tls``, nothing else is spoken."""
+        """With ``tls``, nothing else is spoken. ``kind`` is what each connection is."""
         caps = caps or HttpCaps()
         places = Shares(caps.max_connections, caps.max_per_address)
         self._lets_go = False
-        connection = functools.partial(GuardedConnection, caps=caps, lets_go=lambda: self._lets_go)
+        connection = functools.partial(kind, caps=caps, lets_go=lambda: self._lets_go)
         self._host = host
         self.port = port
         """Once it is open, where."""

@@ -32,8 +32,9 @@ from cluster.request import Beat, FinishReason, LegEnd, LegKey, Token
 from cluster.rpc.client import LegEvents
 from router.api import build_api
 from router.dispatch import Dispatcher
+from router.grpc_api.door import GrpcDoor
 from router.http_door import HttpDoor
-from router.http_guard import HttpCaps
+from router.http_guard import GuardedConnection, HttpCaps
 from router.legs import Workers
 from router.metrics import RouterMetrics
 from router.served import served_model
@@ -43,6 +44,8 @@ from router.text import TextCodec
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    import grpc.aio
 
     from cluster.handoff import AbortCause
     from cluster.request import Leg, Peer, Redirect
@@ -63,6 +66,7 @@ class _Route:
         self.view: ClusterView | None = _view(max_waiting)
         self._is_full = max_waiting > 0
         self.prefix_key = b""
+        self.awaits_first_view = False
         self._num_grants = 0
 
     def view_age_s(self, now: float) -> float:
@@ -110,7 +114,7 @@ class _Worker:
         if self._speaking is None:
             self._speaking = asyncio.create_task(self._speak())
 
-    async def abort_leg(self, key: LegKey, cause: AbortCause) -> None:
+    async def abort_leg(self, key: LegKey, cause: AbortCause, grant_id: str = "") -> None:
         self._speeches.pop(key, None)
 
     async def redirect_leg(self, redirect: Redirect) -> None: ...
@@ -136,12 +140,20 @@ class _Worker:
 
 
 class StandInRouter:
-    """The router's HTTP door, on a loop in a thread of its own; made by ``serving``."""
+    """A router's doors, on a loop in a thread of its own; made by ``serving``."""
 
-    def __init__(self, folder: Path, text: str, *, max_waiting: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        text: str,
+        *,
+        max_waiting: int = 0,
+        connection: type[GuardedConnection] = GuardedConnection,
+    ) -> None:
         """``text`` is what the worker says, again and again.
 
         With ``max_waiting`` there is no worker with room: so many requests wait, and no more.
+        ``connection``: what each of the HTTP door is.
         """
         model = served_model(folder, name="bench", max_model_len=_MAX_MODEL_LEN)
         self.codec = TextCodec.load(folder, eos_ids=model.eos_ids)
@@ -161,6 +173,7 @@ class StandInRouter:
         )  # fmt: skip
         self.api = build_api(self._service)
         self._caps = HttpCaps(max_per_address=_MAX_CLIENTS)
+        self._connection = connection
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="router", daemon=True)
 
@@ -180,13 +193,26 @@ class StandInRouter:
     def start(self) -> None:
         """Open the door; ``port`` is known then."""
         self._thread.start()
-        self._door = HttpDoor(self.api, host="127.0.0.1", port=0, caps=self._caps)
+        self._door = HttpDoor(
+            self.api, host="127.0.0.1", port=0, caps=self._caps, kind=self._connection
+        )
 
         async def start() -> int:
             await self._service.start()
             return await self._door.start()
 
         self.port = asyncio.run_coroutine_threadsafe(start(), self._loop).result(_START_S)
+
+    def open_grpc(self, interceptor: grpc.aio.ServerInterceptor) -> int:  # type: ignore[type-arg]
+        """Open the gRPC door too, for this process's life; returns its port."""
+
+        async def start() -> int:
+            self._grpc_door = GrpcDoor(
+                self._service, host="127.0.0.1", port=0, interceptors=(interceptor,)
+            )
+            return await self._grpc_door.start()
+
+        return asyncio.run_coroutine_threadsafe(start(), self._loop).result(_START_S)
 
     def stop(self) -> None:
         """Close the door and end the thread."""

@@ -1,11 +1,13 @@
 """The workloads that come along, each with the configurations that answer its question.
 
 Sizes are for the trial model on two cores; what is sent, and in which order, is the same for every
-configuration.
+configuration. A ``scale`` below 1 plays the long ones in less time: all their instants times it,
+and as many requests.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,13 +36,24 @@ class Comparison:
 _LEAD = Ask(kind="first", num_prompt_tokens=16, max_tokens=60)
 
 
-def _batches(_draw: random.Random) -> Traffic:
-    short = Ask(kind="short", num_prompt_tokens=32, max_tokens=60)
-    long = Ask(kind="long", num_prompt_tokens=32, max_tokens=360)
-    eight = (short, short, short, long) * 2
-    arrivals = [Arrival(at_s=0.0, ask=_LEAD)]
-    arrivals += [Arrival(at_s=0.05 + 0.005 * i, ask=ask) for i, ask in enumerate(eight * 3)]
-    return Traffic(arrivals=tuple(arrivals))
+def _batches(_scale: float) -> Comparison:
+    def traffic(_draw: random.Random) -> Traffic:
+        short = Ask(kind="short", num_prompt_tokens=32, max_tokens=60)
+        long = Ask(kind="long", num_prompt_tokens=32, max_tokens=360)
+        eight = (short, short, short, long) * 2
+        arrivals = [Arrival(at_s=0.0, ask=_LEAD)]
+        arrivals += [Arrival(at_s=0.05 + 0.005 * i, ask=ask) for i, ask in enumerate(eight * 3)]
+        return Traffic(arrivals=tuple(arrivals))
+
+    workload = Workload(
+        name="batches",
+        title="Static, dynamic and continuous batching",
+        arrivals="one request, and while it runs three times eight, 5 ms apart: in each eight "
+        "six of 60 tokens and two of 360",
+        traffic=traffic,
+        objective=Objective(ttft_factor=100.0, tpot_factor=3.0),  # most wait for others
+    )
+    return Comparison(workload=workload, configurations=_batches_on)
 
 
 def _batches_on(base: Base) -> tuple[Configuration, ...]:
@@ -69,12 +82,23 @@ def _batches_on(base: Base) -> tuple[Configuration, ...]:
 _NEVER_S = 3600.0
 
 
-def _order(_draw: random.Random) -> Traffic:
-    bulky = Ask(kind="bulky", num_prompt_tokens=512, max_tokens=256, tier="low")
-    short = Ask(kind="short", num_prompt_tokens=32, max_tokens=16, tier="high")
-    arrivals = [Arrival(at_s=0.0, ask=_LEAD), Arrival(at_s=0.05, ask=bulky)]
-    arrivals += [Arrival(at_s=0.08 + 0.01 * i, ask=short) for i in range(8)]
-    return Traffic(arrivals=tuple(arrivals))
+def _order(_scale: float) -> Comparison:
+    def traffic(_draw: random.Random) -> Traffic:
+        bulky = Ask(kind="bulky", num_prompt_tokens=512, max_tokens=256, tier="low")
+        short = Ask(kind="short", num_prompt_tokens=32, max_tokens=16, tier="high")
+        arrivals = [Arrival(at_s=0.0, ask=_LEAD), Arrival(at_s=0.05, ask=bulky)]
+        arrivals += [Arrival(at_s=0.08 + 0.01 * i, ask=short) for i in range(8)]
+        return Traffic(arrivals=tuple(arrivals))
+
+    workload = Workload(
+        name="order",
+        title="One bulky request ahead of short ones",
+        arrivals="one request, and while it runs a bulky one, then eight short ones 10 ms "
+        "apart; one slot",
+        traffic=traffic,
+        objective=Objective(ttft_factor=60.0),
+    )
+    return Comparison(workload=workload, configurations=_order_on)
 
 
 def _order_on(base: Base) -> tuple[Configuration, ...]:
@@ -103,22 +127,38 @@ _STREAM_S = 20.0
 _AGING_S = 5.0
 
 
-def _starvation(_draw: random.Random) -> Traffic:
-    long = Ask(kind="long", num_prompt_tokens=256, max_tokens=128)
-    short = Ask(kind="short", num_prompt_tokens=32, max_tokens=16)
-    return Traffic(
-        arrivals=(Arrival(at_s=1.0, ask=long),),
-        loops=(Loop(ask=short, num_clients=4, from_s=0.0, until_s=_STREAM_S),),
+def _starvation(scale: float) -> Comparison:
+    stream_s, long_at_s = _STREAM_S * scale, 1.0 * scale
+
+    def traffic(_draw: random.Random) -> Traffic:
+        long = Ask(kind="long", num_prompt_tokens=256, max_tokens=128)
+        short = Ask(kind="short", num_prompt_tokens=32, max_tokens=16)
+        return Traffic(
+            arrivals=(Arrival(at_s=long_at_s, ask=long),),
+            loops=(Loop(ask=short, num_clients=4, from_s=0.0, until_s=stream_s),),
+        )
+
+    workload = Workload(
+        name="starvation",
+        title="A stream of short requests against a long one",
+        arrivals=f"closed loop: for {stream_s:g} s four clients send short requests one "
+        f"after another; one long request after {long_at_s:g} s; one slot",
+        traffic=traffic,
+        objective=Objective(ttft_factor=60.0),
+    )
+    return Comparison(
+        workload=workload,
+        configurations=functools.partial(_starvation_on, aging_s=_AGING_S * scale),
     )
 
 
-def _starvation_on(base: Base) -> tuple[Configuration, ...]:
+def _starvation_on(base: Base, *, aging_s: float) -> tuple[Configuration, ...]:
     told: dict[str, tuple[str, dict[str, Any]]] = {
         "fcfs": ("first come, first served", {"policy": "fcfs"}),
         "sjf": ("the least work first, without a bound", {"policy": "sjf", "aging_s": _NEVER_S}),
         "sjf-aging": (
-            f"the least work first, and nobody younger by {_AGING_S:.0f} s overtakes",
-            {"policy": "sjf", "aging_s": _AGING_S},
+            f"the least work first, and nobody younger by {aging_s:g} s overtakes",
+            {"policy": "sjf", "aging_s": aging_s},
         ),
     }
     return tuple(
@@ -139,15 +179,30 @@ _PERIOD_S = 8.0
 _NUM_STREAMS = 64
 """So many that a step is long against what else a core does between two tokens."""
 _FIRST_PROMPT_S = 9.0
-_LEAVE_S = _FIRST_PROMPT_S + 2 * _PERIOD_S
 
 
-def _interference(_draw: random.Random) -> Traffic:
-    stream = Ask(kind="stream", num_prompt_tokens=64, max_tokens=600)
-    long = Ask(kind="prompt", num_prompt_tokens=2048, max_tokens=2)
-    streams = [Arrival(at_s=0.0, ask=stream, until_s=_LEAVE_S) for _ in range(_NUM_STREAMS)]
-    prompts = [Arrival(at_s=_FIRST_PROMPT_S + _PERIOD_S * i, ask=long) for i in range(2)]
-    return Traffic(arrivals=(*streams, *prompts))
+def _interference(scale: float) -> Comparison:
+    first_s, period_s = _FIRST_PROMPT_S * scale, _PERIOD_S * scale
+    leave_s = first_s + 2 * period_s
+
+    def traffic(_draw: random.Random) -> Traffic:
+        stream = Ask(kind="stream", num_prompt_tokens=64, max_tokens=600)
+        long = Ask(kind="prompt", num_prompt_tokens=2048, max_tokens=2)
+        streams = [Arrival(at_s=0.0, ask=stream, until_s=leave_s) for _ in range(_NUM_STREAMS)]
+        prompts = [Arrival(at_s=first_s + period_s * i, ask=long) for i in range(2)]
+        return Traffic(arrivals=(*streams, *prompts))
+
+    workload = Workload(
+        name="interference",
+        title="Running streams beside long prompts",
+        arrivals=f"{_NUM_STREAMS} streams at once; from {first_s:g} s on a prompt of "
+        f"2,048 tokens every {period_s:g} s, twice; the streams' clients leave after "
+        f"{leave_s:g} s",
+        traffic=traffic,
+        watched="stream",
+        disturber="prompt",
+    )
+    return Comparison(workload=workload, configurations=_interference_on)
 
 
 def _interference_on(base: Base) -> tuple[Configuration, ...]:
@@ -177,11 +232,24 @@ def _interference_on(base: Base) -> tuple[Configuration, ...]:
 
 # ---- window: what collecting a batch costs when nobody else comes
 
+_WINDOW_MS = 20.0
 
-def _window(draw: random.Random) -> Traffic:
-    ask = Ask(kind="lone", num_prompt_tokens=32, max_tokens=8)
-    instants = poisson(draw, rate_per_s=1.0, count=16)
-    return Traffic(arrivals=tuple(Arrival(at_s=at_s, ask=ask) for at_s in instants))
+
+def _window(scale: float) -> Comparison:
+    count, apart_s = 16, 1.0 * scale
+
+    def traffic(draw: random.Random) -> Traffic:
+        ask = Ask(kind="lone", num_prompt_tokens=32, max_tokens=8)
+        instants = poisson(draw, rate_per_s=1 / apart_s, count=count)
+        return Traffic(arrivals=tuple(Arrival(at_s=at_s, ask=ask) for at_s in instants))
+
+    workload = Workload(
+        name="window",
+        title="The window of dynamic batching at low load",
+        arrivals=f"open loop, Poisson: {count} requests, {1 / apart_s:g} a second",
+        traffic=traffic,
+    )
+    return Comparison(workload=workload, configurations=_window_on)
 
 
 def _window_on(base: Base) -> tuple[Configuration, ...]:
@@ -194,8 +262,8 @@ def _window_on(base: Base) -> tuple[Configuration, ...]:
         ),
         Configuration(
             name="dynamic",
-            what="a batch collects for 20 ms",
-            deploy=draft.single(scheduling=off, batching="dynamic", batch_window_ms=20.0),
+            what=f"a batch collects for {_WINDOW_MS:g} ms",
+            deploy=draft.single(scheduling=off, batching="dynamic", batch_window_ms=_WINDOW_MS),
         ),
     )
 
@@ -205,10 +273,21 @@ def _window_on(base: Base) -> tuple[Configuration, ...]:
 _LINKS_MB_PER_S = (100, 25, 10, 5)
 
 
-def _bandwidth(draw: random.Random) -> Traffic:
-    ask = Ask(kind="mid", num_prompt_tokens=512, max_tokens=32)
-    instants = poisson(draw, rate_per_s=0.5, count=12)
-    return Traffic(arrivals=tuple(Arrival(at_s=at_s, ask=ask) for at_s in instants))
+def _bandwidth(scale: float) -> Comparison:
+    count, apart_s = 12, 2.0 * scale
+
+    def traffic(draw: random.Random) -> Traffic:
+        ask = Ask(kind="mid", num_prompt_tokens=512, max_tokens=32)
+        instants = poisson(draw, rate_per_s=1 / apart_s, count=count)
+        return Traffic(arrivals=tuple(Arrival(at_s=at_s, ask=ask) for at_s in instants))
+
+    workload = Workload(
+        name="bandwidth",
+        title="Disaggregated over slower and slower links against colocated",
+        arrivals=f"open loop, Poisson: {count} requests, one every {apart_s:g} s",
+        traffic=traffic,
+    )
+    return Comparison(workload=workload, configurations=_bandwidth_on)
 
 
 def _bandwidth_on(base: Base) -> tuple[Configuration, ...]:
@@ -235,83 +314,30 @@ def _bandwidth_on(base: Base) -> tuple[Configuration, ...]:
     return (colocated, split, *slower)
 
 
-COMPARISONS = (
-    Comparison(
-        workload=Workload(
-            name="batches",
-            title="Static, dynamic and continuous batching",
-            arrivals="one request, and while it runs three times eight, 5 ms apart: in each eight "
-            "six of 60 tokens and two of 360",
-            traffic=_batches,
-            objective=Objective(ttft_factor=100.0, tpot_factor=3.0),  # most wait for others
-        ),
-        configurations=_batches_on,
-    ),
-    Comparison(
-        workload=Workload(
-            name="order",
-            title="One bulky request ahead of short ones",
-            arrivals="one request, and while it runs a bulky one, then eight short ones 10 ms "
-            "apart; one slot",
-            traffic=_order,
-            objective=Objective(ttft_factor=60.0),
-        ),
-        configurations=_order_on,
-    ),
-    Comparison(
-        workload=Workload(
-            name="starvation",
-            title="A stream of short requests against a long one",
-            arrivals=f"closed loop: for {_STREAM_S:.0f} s four clients send short requests one "
-            "after another; one long request after 1 s; one slot",
-            traffic=_starvation,
-            objective=Objective(ttft_factor=60.0),
-        ),
-        configurations=_starvation_on,
-    ),
-    Comparison(
-        workload=Workload(
-            name="interference",
-            title="Running streams beside long prompts",
-            arrivals=f"{_NUM_STREAMS} streams at once; from {_FIRST_PROMPT_S:.0f} s on a prompt of "
-            f"2,048 tokens every {_PERIOD_S:.0f} s, twice; the streams' clients leave after "
-            f"{_LEAVE_S:.0f} s",
-            traffic=_interference,
-            watched="stream",
-            disturber="prompt",
-        ),
-        configurations=_interference_on,
-    ),
-    Comparison(
-        workload=Workload(
-            name="window",
-            title="The window of dynamic batching at low load",
-            arrivals="open loop, Poisson: 16 requests, one a second",
-            traffic=_window,
-        ),
-        configurations=_window_on,
-    ),
-    Comparison(
-        workload=Workload(
-            name="bandwidth",
-            title="Disaggregated over slower and slower links against colocated",
-            arrivals="open loop, Poisson: 12 requests, one every 2 s",
-            traffic=_bandwidth,
-        ),
-        configurations=_bandwidth_on,
-    ),
-)
-NAMES = tuple(comparison.workload.name for comparison in COMPARISONS)
+_MAKERS: dict[str, Callable[[float], Comparison]] = {
+    "batches": _batches,
+    "order": _order,
+    "starvation": _starvation,
+    "interference": _interference,
+    "window": _window,
+    "bandwidth": _bandwidth,
+}
+NAMES = tuple(_MAKERS)
 
 
-def comparison(name: str) -> Comparison:
-    """Return the comparison of a workload; raises ConfigError that names the nearest one."""
+def comparison(name: str, scale: float = 1.0) -> Comparison:
+    """Return the comparison of a workload; raises ConfigError that names the nearest one.
+
+    ``scale``, above 0 and at most 1: of the time that a workload takes where it is longer than its
+    requests.
+    """
     if not name:
         raise ConfigError(f"which workload? There are: {', '.join(NAMES)}", field="lab")
-    for each in COMPARISONS:
-        if each.workload.name == name:
-            return each
-    raise config_tree.refused("lab", name, NAMES, what="workload")
+    if not 0 < scale <= 1:
+        raise ConfigError(f"--scale: above 0 and at most 1, not {scale:g}", field="scale")
+    if name not in _MAKERS:
+        raise config_tree.refused("lab", name, NAMES, what="workload")
+    return _MAKERS[name](scale)
 
 
 def chosen(

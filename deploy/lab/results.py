@@ -163,7 +163,10 @@ HEADS = {"total": _HEAD, "groups": _GROUP_HEAD, "beside": _BESIDE_HEAD}
 
 
 def as_json(results: Results) -> str:
-    """Return everything but the single tokens; durations are seconds."""
+    """Return everything but the single tokens; durations are seconds.
+
+    ``slots``: what the control plane said of slots and queue in the first run, over time.
+    """
     workload = results.workload
     tree: dict[str, Any] = {
         "workload": workload.name,
@@ -187,6 +190,9 @@ def _outcome(outcome: Outcome) -> dict[str, Any]:
         "failure": outcome.failure or None,
         "median": dataclasses.asdict(outcome.median),
         "runs": [dataclasses.asdict(run) for run in outcome.runs],
+        "slots": [
+            dataclasses.asdict(sample) for sample in (outcome.play.samples if outcome.play else ())
+        ],
         "errors": [
             {"group": record.ask.group, "error": record.error}
             for record in (outcome.play.records if outcome.play else ())

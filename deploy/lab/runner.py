@@ -45,6 +45,8 @@ class Options:
     out: Path | None = None
     """A folder for table, JSON, page and pictures; None: ``lab-NAME`` in the current folder."""
     num_runs: int = 1
+    scale: float = 1.0
+    """Of the time that a long workload takes."""
     seed: int = 0
     model: str = "trial"
     host: Host = Host.RAY
@@ -53,7 +55,8 @@ class Options:
 def list_all() -> int:
     """Print the workloads and their configurations."""
     base = Base(cores=(0, 1))
-    for comparison in ready.COMPARISONS:
+    for name in ready.NAMES:
+        comparison = ready.comparison(name)
         workload = comparison.workload
         _say(f"{workload.name}: {workload.title}\n  arrivals: {workload.arrivals}")
         for configuration in comparison.configurations(base):
@@ -67,7 +70,7 @@ def run(name: str, options: Options) -> int:
 
     Raises ConfigError or StartupError for what cannot be run at all, before anything is started.
     """
-    comparison = ready.comparison(name)
+    comparison = ready.comparison(name, options.scale)
     if not 1 <= options.num_runs <= MAX_RUNS:
         raise ConfigError(f"--runs: 1 to {MAX_RUNS}, not {options.num_runs}", field="runs")
     cores = tuple(sorted(os.sched_getaffinity(0)))

@@ -39,7 +39,7 @@ _LAST_WORDS_S = 0.25
 class GrpcDoor:
     """One gRPC server. Several routers on a host share a port: the kernel spreads connections."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (whose it is, where, within which bounds, and what is beside it)
         self,
         service: Service,
         *,
@@ -48,8 +48,12 @@ class GrpcDoor:
         caps: GrpcCaps | None = None,
         tls: DoorTls | None = None,
         services: Sequence[Callable[[grpc.aio.Server], None]] = (),
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),  # type: ignore[type-arg]
     ) -> None:
-        """With ``tls``, nothing else is spoken. ``services`` add themselves to the server."""
+        """With ``tls``, nothing else is spoken. ``services`` add themselves to the server.
+
+        ``interceptors`` see each call before our own do.
+        """
         self._service = service
         self._host = host
         self.port = port
@@ -57,6 +61,7 @@ class GrpcDoor:
         self._caps = caps or GrpcCaps()
         self._tls = tls
         self._services = services
+        self._interceptors = interceptors
         self._server = StandingServer(self._make)
         self._health = _Health()
         self._beats: list[asyncio.Task[None]] = []
@@ -96,7 +101,8 @@ class GrpcDoor:
 
     def _make(self, port: int) -> tuple[grpc.aio.Server, int]:
         server = make_server(
-            interceptors=(KeyGuard(self._service.keys), MessageGuard()), options=self._options()
+            interceptors=(*self._interceptors, KeyGuard(self._service.keys), MessageGuard()),
+            options=self._options(),
         )
         pb_grpc.add_InferenceServicer_to_server(Inference(self._service, self._caps), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)

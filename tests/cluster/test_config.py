@@ -191,6 +191,9 @@ SWAP = {"preemption": "swap"}
         ({"batch_size": 4}, {}, ["pools.a.batch_size", "pools.a.batching"]),
         ({"batching": "static", "batch_size": 9}, OFF, ["batch_size", "pools.a.max_num_seqs"]),
         ({"batching": "dynamic", "batch_window_ms": 0}, OFF, ["pools.a.batch_window_ms"]),
+        ({"batch_window_ms": 5}, {}, ["pools.a.batch_window_ms", "pools.a.batching", "continuous"]),
+        ({"batching": "static", "batch_window_ms": 5}, OFF, ["batch_window_ms", "static"]),
+        ({"batching": "static", "batch_size": -1}, OFF, ["pools.a.batch_size"]),
         ({"chunk_tokens": 4096}, {}, ["pools.a.chunk_tokens", "pools.a.token_budget"]),
         ({"chunk_tokens": -1}, {}, ["pools.a.chunk_tokens"]),
         ({"token_budget": 4}, {}, ["pools.a.token_budget", "pools.a.max_num_seqs"]),
@@ -198,10 +201,18 @@ SWAP = {"preemption": "swap"}
         ({}, {"tiers": []}, ["scheduling.tiers"]),
         ({}, {"tiers": ["a", "a"], "default_tier": "a"}, ["scheduling.tiers"]),
         ({}, {"tiers": ["1"], "default_tier": "1"}, ["scheduling.tiers"]),
+        ({}, {"tiers": ["a b"], "default_tier": "a b"}, ["scheduling.tiers", "'a b'"]),
+        ({}, {"tiers": ["a" * 99], "default_tier": "a" * 99}, ["scheduling.tiers"]),
+        ({}, {"tiers": [f"t{i}" for i in range(17)]}, ["scheduling.tiers", "1 to 16"]),
+        ({}, {"tiers": ["a", "b"]}, ["scheduling.default_tier", "normal", "a, b"]),
         ({}, {"policy": "sfj"}, ["scheduling.policy", "sjf"]),
         ({}, {"aging_s": 0.0}, ["scheduling.aging_s"]),
         ({}, {"max_preemptions": 0}, ["scheduling.max_preemptions"]),
         ({}, {"max_queue_tokens": 0}, ["scheduling.max_queue_tokens"]),
+        ({}, {"max_queue_requests": 0}, ["scheduling.max_queue_requests"]),
+        ({}, {"run_ahead_tokens": 0}, ["scheduling.run_ahead_tokens"]),
+        ({"max_num_seqs": 0}, {}, ["pools.a.max_num_seqs"]),
+        ({"token_budget": 0}, {}, ["pools.a.token_budget"]),
         ({}, {"tenant_queue_share": 1.5}, ["scheduling.tenant_queue_share"]),
         ({}, {"tenant_queue_share": 0.0}, ["scheduling.tenant_queue_share"]),
         ({}, {"local_prefill": "atuo"}, ["scheduling.local_prefill", "auto"]),
@@ -221,6 +232,28 @@ def test_what_does_not_go_together_is_refused_by_name(pool, scheduling, named):
     for name in named:
         assert name in caught.value.message
     assert caught.value.field
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "mixed"])
+@pytest.mark.parametrize("preemption", ["off", "recompute", "swap"])
+@pytest.mark.parametrize("batching", ["static", "dynamic", "continuous"])
+def test_batches_are_formed_by_any_role_and_only_where_nobody_is_preempted(
+    batching, preemption, role
+):
+    """The pool that is at fault is named, whichever half it has."""
+    others = [{"name": each, "role": each} for each in ("prefill", "decode") if each != role]
+    tree = {
+        "pools": [{"name": "a", "role": role, "batching": batching}, *others],
+        "scheduling": {"preemption": preemption},
+    }
+    if batching == "continuous" or preemption == "off":
+        assert config.from_tree(tree).scheduling.preemption.value == preemption
+        return
+    with pytest.raises(ConfigError) as caught:
+        config.from_tree(tree)
+    assert caught.value.field == "pools.a.batching"
+    for name in ("scheduling.preemption", batching, preemption):
+        assert name in caught.value.message
 
 
 @pytest.mark.parametrize(("swap_tokens", "num_slots"), [(0, 64), (160, 10)])

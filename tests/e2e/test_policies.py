@@ -24,18 +24,43 @@ SETTINGS = {
 }
 
 
-def generate_all(cluster):
-    def generate(index):
-        tier = ("low", "normal", "high")[index % 3]
-        with Client(cluster.grpc) as client:
-            pieces = client.generate(
-                prompt_ids={"ids": PROMPTS[index]}, max_tokens=NUM_TOKENS, ignore_eos=True,
-                seed=index, temperature=0.9, priority=tier,
-            )  # fmt: skip
-            return [token for piece in pieces for token in piece.token_ids]
+SEEDED = {"temperature": 0.9, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+ASKS = [
+    SEEDED | {"temperature": 0.0, "logprobs": 3},
+    SEEDED | {"presence_penalty": 1.0, "frequency_penalty": 0.5},
+    SEEDED | {"repetition_penalty": 1.5, "top_k": 60, "logprobs": 2},
+    SEEDED | {"logit_bias": {7: 5.0, 8: -100.0}, "min_p": 0.001, "echo": True, "logprobs": 1},
+    SEEDED | {"top_p": 0.9, "logprobs": 0},
+    SEEDED,
+]
+"""Of each prompt, with its number as the seed; the last two are stopped in mid-text."""
 
+
+def generate(cluster, index, stop=()):
+    """One of them: its text, tokens and finish, all logprobs, and which tokens were the best."""
+    tier = ("low", "normal", "high")[index % 3]
+    with Client(cluster.grpc) as client:
+        pieces = list(
+            client.generate(
+                prompt_ids={"ids": PROMPTS[index]}, seed=index, priority=tier, stop=stop,
+                **ASKS[index],
+            )
+        )  # fmt: skip
+    entries = [entry for p in pieces for entry in (*p.echo.logprobs, *p.logprobs)]
+    values = [each.logprob for each in entries]
+    values += [best.logprob for each in entries for best in each.top]
+    return (
+        "".join(piece.text for piece in pieces),
+        [token for piece in pieces for token in piece.token_ids],
+        pieces[-1].finish_reason,
+        [[best.token_id for best in each.top] for each in entries],
+        values,
+    )
+
+
+def generate_all(cluster, stops):
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        return list(pool.map(generate, range(len(PROMPTS))))
+        return list(pool.map(lambda i: generate(cluster, i, stops[i]), range(len(PROMPTS))))
 
 
 @pytest.fixture(scope="module")
@@ -45,20 +70,39 @@ def undisturbed(tiny_llama, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def expected(undisturbed):
-    return generate_all(undisturbed)
+def stops(undisturbed):
+    """A piece of text for each that is stopped, from the middle of what it would say."""
+    found = [[] for _ in PROMPTS]
+    for index in (4, 5):
+        text = generate(undisturbed, index)[0]
+        middle = len(text) * 3 // 4
+        found[index] = [text[middle : middle + 4]]
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(undisturbed, stops):
+    """Each alone, one after another."""
+    alone = [generate(undisturbed, index, stops[index]) for index in range(len(PROMPTS))]
+    assert [reason for _, _, reason, *_ in alone] == ["length"] * 4 + ["stop"] * 2
+    return alone
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_policy_changes_no_token(name, expected, tiny_llama, tmp_path):
-    """P-13, P-14, P-15: in fp32, whoever waits for whom, and whoever shares a step with whom."""
+def test_a_policy_changes_no_token(name, expected, stops, tiny_llama, tmp_path):
+    """P-13, P-14, P-15: in fp32, whoever waits for whom, and whoever shares a step with whom.
+
+    Nor a stop, nor a logprob: of seeds, penalties, biases and prompts' scores side by side.
+    """
     pools, scheduling, options = SETTINGS[name]
-    config = make_config(tiny_llama, pools)
+    config = make_config(tiny_llama, pools, chunk_tokens=16)
     for pool in pools if options else ():
         config = with_pool(config, pool, **options)
     config = replace(config, scheduling=SchedulingConfig(**scheduling))
     with running(config, tiny_llama, tmp_path) as cluster:
-        assert generate_all(cluster) == expected
+        for ours, alone in zip(generate_all(cluster, stops), expected, strict=True):
+            assert ours[:-1] == alone[:-1]
+            assert ours[-1] == pytest.approx(alone[-1], abs=1e-3)
         cluster.wait_quiet()
 
 

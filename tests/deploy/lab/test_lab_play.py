@@ -171,6 +171,8 @@ def test_a_cluster_that_dies_between_runs_keeps_what_was_measured(monkeypatch):
         (["batchs"], "did you mean 'batches'"),
         (["batches", "--config", "statik"], "did you mean 'static'"),
         (["batches", "--runs", "0"], "--runs: 1 to 20, not 0"),
+        (["batches", "--scale", "0"], "--scale: above 0 and at most 1, not 0"),
+        (["batches", "--scale", "nan"], "--scale: above 0 and at most 1, not nan"),
         (["batches", "--model", "/no/such/model"], "neither `trial`, nor a folder"),
         ([], "which workload"),
     ],

@@ -60,6 +60,26 @@ def test_prompts_of_2048_tokens_come_every_8_s():
     assert [after - before for before, after in itertools.pairwise(at_s)] == [8.0]
 
 
+@pytest.mark.parametrize("name", ["starvation", "interference", "window", "bandwidth"])
+def test_a_scale_shortens_the_time_and_asks_as_much(name):
+    whole, part = (ready.comparison(name, scale).workload for scale in (1.0, 0.25))
+    ours, theirs = (traffic_of(each, 0) for each in (part, whole))
+
+    assert [a.ask for a in ours.arrivals] == [a.ask for a in theirs.arrivals]
+    assert [a.at_s for a in ours.arrivals] == pytest.approx([a.at_s / 4 for a in theirs.arrivals])
+    assert [each.until_s for each in ours.loops] == [each.until_s / 4 for each in theirs.loops]
+    assert part.arrivals != whole.arrivals, "and it is told so"
+
+
+def test_a_scale_shortens_what_a_long_one_waits_for_too():
+    scaled = {each.name: each for each in ready.comparison("starvation", 0.25).configurations(BASE)}
+
+    assert scaled["sjf-aging"].deploy.scheduling.aging_s == 1.25
+    assert (
+        scaled["sjf"].deploy.scheduling.aging_s == on("starvation")["sjf"].deploy.scheduling.aging_s
+    )
+
+
 @pytest.mark.parametrize("name", ready.NAMES)
 def test_what_is_compared_has_equal_cores(name):
     assert check_equal_cores(ready.comparison(name).configurations(BASE)) == 2
