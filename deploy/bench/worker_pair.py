@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
     from cluster.config import DeployConfig, PoolConfig
     from cluster.lifetime import LegTimes
-    from cluster.request import Beat, ExportWaiting, LegEnd, PromptLogprobs, Token
+    from cluster.request import Beat, LegEnd, LegNotice, PromptLogprobs, Token
 
 _READY_S = 120.0
 _REQUEST_S = 60.0
@@ -53,7 +54,7 @@ class _Ends:
         self,
         tokens: Sequence[Token],
         ends: Sequence[LegEnd],
-        waiting: Sequence[ExportWaiting] = (),
+        notices: Sequence[LegNotice] = (),
         prompts: Sequence[PromptLogprobs] = (),
     ) -> None:
         """Take the end of the one leg there is."""
@@ -92,29 +93,43 @@ class WorkerPair:
 
         Raises what a leg ended with, where it did not end well.
         """
-        name = f"bench-{next(self._numbers)}"
-        for client, kind in zip(self._clients, (LegKind.PREFILL, LegKind.DECODE), strict=True):
-            leg = Leg(
-                key=LegKey(name, 0, 0),
-                kind=kind,
-                prompt_ids=tuple(prompt_ids),
-                params=SamplingParams(max_tokens=_NUM_OUTPUTS, temperature=0.0, ignore_eos=True),
-                remaining_s=_REQUEST_S,
-                grant_id=name,
-                handoff_id=name,
-                peer=self._decode if kind is LegKind.PREFILL else None,
-            )
-            await client.start_leg(leg)
+        leg = self._leg(prompt_ids, _NUM_OUTPUTS)
+        handed_over = replace(leg, handoff_id=leg.grant_id)
+        to_prefill, to_decode = self._clients
+        await to_prefill.start_leg(replace(handed_over, peer=self._decode))
+        await to_decode.start_leg(replace(handed_over, kind=LegKind.DECODE))
         prefilled, decoded = [await ends.take() for ends in self._ends.values()]
         for end in (prefilled, decoded):
             if end.error is not None:
                 raise end.error
         return prefilled.times
 
+    async def prefill(self, prompt_ids: Sequence[int]) -> LegTimes:
+        """Have a prompt's first token drawn, and nothing handed over; returns that leg's times.
+
+        Raises what the leg ended with, where it did not end well.
+        """
+        await self._clients[0].start_leg(self._leg(prompt_ids, 1))
+        end = await next(iter(self._ends.values())).take()
+        if end.error is not None:
+            raise end.error
+        return end.times
+
     async def close(self) -> None:
         """End the streams to the workers."""
         for client in self._clients:
             await client.close()
+
+    def _leg(self, prompt_ids: Sequence[int], num_outputs: int) -> Leg:
+        name = f"bench-{next(self._numbers)}"
+        return Leg(
+            key=LegKey(name, 0, 0),
+            kind=LegKind.PREFILL,
+            prompt_ids=tuple(prompt_ids),
+            params=SamplingParams(max_tokens=num_outputs, temperature=0.0, ignore_eos=True),
+            remaining_s=_REQUEST_S,
+            grant_id=name,
+        )
 
 
 @contextlib.asynccontextmanager

@@ -49,6 +49,10 @@ def pairs(monkeypatch) -> list[DeployConfig]:
             assert len(prompt) == 40
             return self.times
 
+        async def prefill(self, prompt: list[int]) -> LegTimes:
+            assert len(prompt) == 40
+            return LegTimes(queue_s=0.001, compute_s=0.098)
+
     @contextlib.asynccontextmanager
     async def fake_pair(config, model):
         started.append(config)
@@ -71,10 +75,10 @@ def test_every_way_of_moving_kv_is_compared_with_its_simpler_one(tmp_path, pairs
     rows = handoff.measure(make_site(tmp_path), SIZE)
 
     assert {row.name for row in rows} == {"handoff"}
-    gloo, shm = rows[:6], rows[6:]
+    gloo, shm = rows[:7], rows[7:]
     for of_transport, name, factor, limit in ((gloo, "Gloo", 1, 5), (shm, "shared memory", 2, 3)):
         assert all(name in row.what for row in of_transport)
-        whole, layers, digest, chunked, prefill, in_chunks = of_transport
+        whole, layers, digest, chunked, prefill, same_worker, in_chunks = of_transport
         assert (whole.value, whole.reference) == (pytest.approx(8 / factor), pytest.approx(2))
         for streamed in (layers, chunked):
             assert streamed.value == pytest.approx(4 / factor)
@@ -85,6 +89,8 @@ def test_every_way_of_moving_kv_is_compared_with_its_simpler_one(tmp_path, pairs
         assert digest.bar is None
         assert prefill.ratio == pytest.approx(101 / 100)
         assert str(prefill.bar) == "ratio <= 1.03"
+        assert same_worker.ratio == pytest.approx(101 / 99)
+        assert same_worker.bar is None
         assert in_chunks.ratio == pytest.approx(110 / 100)
         assert in_chunks.bar is None
 
@@ -137,6 +143,8 @@ async def test_a_real_pair_moves_the_blocks_of_a_prompt_through_shared_memory(tm
             times = await pair.request(prompt_ids(num_tokens, random.Random(num_tokens)))
             assert times.transfer_bytes == -(-num_tokens // 16) * BLOCK_BYTES
             assert times.exposed_s > 0
+        # The same worker also computes what it hands to nobody.
+        assert (await pair.prefill(prompt_ids(100, random.Random(1)))).transfer_bytes == 0
 
 
 @pytest.mark.slow

@@ -32,10 +32,11 @@ def told_at(share: Scheduled) -> list[int]:
         (1, True, []),
         (45, True, []),
         (46, True, [29, 30]),
-        (512, True, [14, 29, 30]),
-        (512, False, [15]),
+        (512, True, [29, 30]),
+        (512, False, []),
+        (1024, True, [14, 29, 30]),
         (128, False, []),
-        (1024, False, [6, 12, 18, 24]),
+        (2048, False, [6, 12, 18, 24]),
     ],
 )
 def test_parts_are_large_and_the_rest_is_small(num_tokens, is_last, expected):
@@ -55,7 +56,7 @@ def test_only_shares_with_a_part_worth_sending_are_told_of():
     long, short = make_share(512), make_share(20, request_id="short")
     mine = make_share(512, request_id="local", watched=False)
     by_layers = stored.shares_by_layers(Plan((long, short, mine)), LAYOUT)
-    assert by_layers == dict.fromkeys((14, 29, 30), (long,))
+    assert by_layers == dict.fromkeys((29, 30), (long,))
 
 
 class Runner:
