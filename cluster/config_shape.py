@@ -14,6 +14,7 @@ MAX_TIER_CHARS = 32
 HEAD = "head"
 """Instead of an address: the head node's."""
 DEFAULT_KV_TOKENS = 16384
+DEFAULT_WINDOW_MS = 20.0
 """KV capacity of a worker for which the file names none."""
 
 
@@ -168,7 +169,7 @@ class PoolConfig:
     batching: Batching = Batching.CONTINUOUS
     batch_size: int = 0
     """Members of a static or dynamic batch at most; 0: ``max_num_seqs``."""
-    batch_window_ms: float = 20.0
+    batch_window_ms: float = DEFAULT_WINDOW_MS
     """For how long a dynamic batch collects at most."""
     prefix_cache: bool = True
     """Keep the KV of ended sequences until its room is needed, for prompts that begin alike."""
@@ -232,7 +233,8 @@ class SchedulingConfig:
     """Whether tenants get fair shares of tokens within a tier."""
     preemption: Preemption = Preemption.RECOMPUTE
     max_preemptions: int = 3
-    """Of one sequence; it then goes on only with room for all that may come."""
+    """Of one choice, over all its workers and attempts; it then goes on only with room for all that
+    may come."""
     max_queue_requests: int = 256
     max_queue_tokens: int = 1 << 20
     """Prompt tokens that wait at most; a single request may have more."""

@@ -86,6 +86,8 @@ class Offer:
     num_tokens: int
     is_redirected: bool = False
     """An earlier handoff of this export failed: it goes before those that never waited."""
+    num_preemptions: int = 0
+    """Of the choice so far, on all its ways."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

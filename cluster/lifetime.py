@@ -49,3 +49,5 @@ class Timeline:
     """Attempts that started after a token was out: another worker went on with the choice."""
     num_redirected: int = 0
     """Exports that another decode worker took than the one they were made for."""
+    num_preemptions: int = 0
+    """Of all attempts; those of legs that ended are in their times too."""

@@ -14,6 +14,8 @@ LOGPROB_FLOOR = -9999.0
 
 MAX_PREFIX_NAMES = 32
 """Of one prompt: the stride is doubled until so many are enough."""
+MAX_PREEMPTIONS = 1 << 20
+"""No request is preempted so often; what is told beyond it is a mistake."""
 
 
 class FinishReason(enum.Enum):
@@ -161,6 +163,8 @@ class Leg:
     """By which the control plane is told what of the prompt is cached no more."""
     waited_s: float = 0.0
     """Seconds since its router took the request, when this was sent: it ages on all its ways."""
+    num_preemptions: int = 0
+    """How often the choice was preempted before, by what the router knew when this was sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +214,8 @@ class LegEnd:
     finish_reason: FinishReason | None = None
     error: PdserveError | None = None
     times: LegTimes = field(default_factory=LegTimes)
+    grant_id: str = ""
+    """Of an abort that this answers: the worker has no such leg. Another leg may have its key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,6 +243,19 @@ class Redirect:
     key: LegKey
     handoff_id: str
     peer: Peer
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """A leg was preempted; told at once, so that another attempt goes on counting."""
+
+    key: LegKey
+    num_preemptions: int
+    """Of the choice, on all its ways so far."""
+
+
+LegNotice = ExportWaiting | Preempted
+"""What a leg says on its way, beside what it is for."""
 
 
 @dataclass(frozen=True, slots=True)

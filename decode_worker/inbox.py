@@ -6,8 +6,8 @@
     manifests ──▶ sending: segments are scattered slice by slice ──the last──▶ committed
 
 Leg and offer come in either order, and neither waits for the other for ever. Before the two are
-joined nothing is reserved. An abort frees the reservation in any state, and waits for one slice's
-copy at most (``landing``): bytes that still come are received and thrown away.
+joined nothing is reserved. An abort, also one for a higher tier (``giving``), frees the reservation
+in any state, and waits for one slice's copy at most (``landing``): late bytes are thrown away.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import Counter
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from cluster.errors import DeadlineExceeded, HandoffFailed, InvalidRequest, PdserveError
 from cluster.handoff import (
@@ -32,6 +32,7 @@ from cluster.handoff import (
 from cluster.rpc.legs import OpenLeg, abort_error
 from cluster.transport.manifest import Manifest
 from decode_worker import agreement
+from decode_worker.giving import GivingImports
 from decode_worker.landing import BlockWriter, Landing
 from decode_worker.past import PastHandoffs
 from decode_worker.reservations import Import, WaitingImports
@@ -44,34 +45,14 @@ if TYPE_CHECKING:
     from cluster.clock import Clock
     from cluster.kv.block_pool import BlockPool
     from cluster.kv.layout import KVLayout
-    from cluster.request import TokenLogprobs
     from cluster.rpc.errands import Errands
     from cluster.rpc.link import Link
+    from decode_worker.inbox_events import InboxEvents
 
 logger = logging.getLogger(__name__)
 
 MAX_HANDOFFS = 4096
 """Handoffs that are open at a time, beyond which offers are refused."""
-
-
-class InboxEvents(Protocol):
-    """Who owns the legs."""
-
-    def on_imported(
-        self, opened: OpenLeg, output_ids: tuple[int, ...], logprobs: TokenLogprobs | None
-    ) -> None:
-        """A leg's KV is whole and held under its key.
-
-        ``output_ids`` are the tokens so far, ``logprobs`` those of the last one.
-        """
-        ...
-
-    def on_handoff_over(
-        self, opened: OpenLeg, cause: AbortCause, error: PdserveError | None
-    ) -> None:
-        """A leg's handoff was aborted from outside; its blocks are free."""
-        ...
-
 
 _MOVING = (HandoffState.RESERVED, HandoffState.SENDING)
 _SAID_OF_LEGS = {AbortCause.FAULT: AbortCause.REFUSED}
@@ -92,29 +73,30 @@ class Inbox:
         lease_s: float,
         patience_s: float,
         errands: Errands,
-        reserves_all: bool = False,
+        needs_all: Callable[[int], bool] = lambda _: False,
         tier_of: Callable[[str, float, float], int] = lambda *_: 0,
     ) -> None:
         """``patience_s``: how long an offer waits for blocks before it is refused.
 
-        ``reserves_all``: for the whole output that may follow too, since nobody will give way.
-        ``tier_of``: (tier's name, arrival, now) to how high a leg stands, where sequences of lower
-        tiers give way to it.
+        ``needs_all``: whether one that was preempted so often reserves for the whole output that
+        may follow too, since nobody will give way to it, or it will give way no more.
+        ``tier_of``: (tier's name, arrival, now) to how high a leg is, where lower ones give way.
         """
         self._pool = pool
         self._cache = cache
         self._layout = layout
         self._clock = clock
         self._lease_s = lease_s
-        self._reserves_all = reserves_all
+        self._needs_all = needs_all
         self._owner: InboxEvents | None = None
         self._imports: dict[str, Import] = {}
         self._waiting = WaitingImports(patience_s, tier_of)
+        self._giving = GivingImports(pool, errands, self._give_way)
         self._past = PastHandoffs()
         self._errands = errands
         self.counts: Counter[str] = Counter()
         """``started`` = ``committed`` + ``failed`` when nothing is under way; ``bytes`` taken;
-        offers ``refused`` for want of blocks; ``dropped_segments`` that came for nobody."""
+        offers ``refused``, reservations that ``gave_way``; ``dropped_segments`` for nobody."""
         pool.subscribe(self._on_free)
 
     def __len__(self) -> int:
@@ -180,7 +162,7 @@ class Inbox:
         if self._waiting.age(now):
             self.reserve_waiting()
         while (overdue := self._waiting.overdue(now)) is not None:
-            self._refuse(overdue)
+            self._refuse(overdue, f"within {self._waiting.patience_s:g} s")
             self.reserve_waiting()
         self._past.forget(now)
 
@@ -190,8 +172,8 @@ class Inbox:
             handoff_id, handoff = entry.handoff_id, entry.handoff
             assert handoff is not None, "joined before it waits"
             assert entry.link is not None, "offered over a link"
-            num_blocks = entry.num_blocks(self._layout, reserves_all=self._reserves_all)
-            if self._pool.reserve(num_blocks, handoff_id, handoff.key) is None:
+            num_blocks = self._num_blocks(entry)
+            if not self._giving.reserve(entry, handoff, num_blocks):
                 self._pool.ask(entry.demand(num_blocks))
                 return
             self._waiting.remove(entry)
@@ -255,17 +237,20 @@ class Inbox:
         except HandoffFailed as error:
             self._end(entry, AbortCause.REFUSED, error, tells=True)
             return
+        entry.opened.preempted(entry.offer.num_preemptions)
         self._waiting.add(entry, self._clock.now())
         self.reserve_waiting()
 
-    def _refuse(self, entry: Import) -> None:
+    def _num_blocks(self, entry: Import) -> int:
+        assert entry.opened is not None, "joined before it waits"
+        needs_all = self._needs_all(entry.opened.leg.num_preemptions)
+        return entry.num_blocks(self._layout, reserves_all=needs_all)
+
+    def _refuse(self, entry: Import, why: str) -> None:
         handoff = entry.handoff
         assert handoff is not None, "joined before it waits"
         self.counts["refused"] += 1
-        error = HandoffFailed(
-            f"no room for {handoff.num_blocks} blocks within {self._waiting.patience_s:g} s",
-            stage="handoff",
-        )
+        error = HandoffFailed(f"no room for {handoff.num_blocks} blocks {why}", stage="handoff")
         self._end(entry, AbortCause.REFUSED, error, tells=True)
 
     def _announced(self, link: Link, payload: bytes) -> None:
@@ -289,6 +274,11 @@ class Inbox:
         assert entry.landing is not None, "set with the offer"
         try:
             agreement.check_manifest(manifest, entry.offer, entry.opened.leg, self._layout)
+            entry.opened.preempted(manifest.num_preemptions)
+            if self._num_blocks(entry) > len(self._pool.importing(entry.handoff_id) or ()):
+                # Its prefill has just been preempted for the last time.
+                self._refuse(entry, "and all that may come")
+                return None
             is_first = entry.landing.announce(manifest)
         except HandoffFailed as error:
             self._end(entry, AbortCause.FAULT, error, tells=True)
@@ -340,12 +330,13 @@ class Inbox:
         assert opened is not None, "it was joined"
         landing.commit()
         del self._imports[entry.handoff_id]
+        self._giving.leave(entry)
         self._past.remember(entry.handoff_id, AbortCause.REFUSED, self._clock.now())
         self._errands.tell(link, Commit(handoff_id=entry.handoff_id))
         self.counts["committed"] += 1
-        num_bytes = landing.num_bytes
-        self.counts["bytes"] += num_bytes
-        logger.info("handoff=%s leg=%s committed bytes=%d", entry.handoff_id, opened.key, num_bytes)
+        self.counts["bytes"] += landing.num_bytes
+        names = entry.handoff_id, opened.key
+        logger.info("handoff=%s leg=%s committed bytes=%d", *names, landing.num_bytes)
         assert self._owner is not None, "report_to comes first"
         self._owner.on_imported(opened, manifest.output_ids, manifest.logprobs)
 
@@ -363,6 +354,14 @@ class Inbox:
 
     # ---- ends
 
+    def _give_way(self, entry: Import, opened: OpenLeg) -> None:
+        """Refuse it after all, for a higher tier: its KV is good where it is."""
+        self.counts["gave_way"] += 1
+        assert self._owner is not None, "report_to comes first"
+        self._owner.on_gave_way(opened)
+        error = HandoffFailed("its blocks went to a higher tier", stage="handoff")
+        self._end(entry, AbortCause.REFUSED, error, tells=True)
+
     def _end(
         self, entry: Import, cause: AbortCause, error: PdserveError | None, *, tells: bool
     ) -> None:
@@ -379,6 +378,7 @@ class Inbox:
             handoff_id, cause.value, state.value if state is not None else "waiting for its offer",
         )  # fmt: skip
         del self._imports[handoff_id]
+        self._giving.leave(entry)
         was_waiting = self._waiting.remove(entry)
         self._past.remember(handoff_id, cause, self._clock.now())
         if entry.landing is not None:

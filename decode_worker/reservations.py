@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cluster.handoff import Offer
-from cluster.kv.block_pool import Demand
+from cluster.kv.outside import Demand
 from cluster.rpc.legs import OpenLeg
 from cluster.rpc.link import Link
 from decode_worker.landing import Landing

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from cluster.errors import Cancelled, PdserveError
 from cluster.handoff import AbortCause
-from cluster.request import LegKind, Token
+from cluster.request import LegKind, Preempted, Token
 from cluster.rpc.legs import LegBook, LegEngine, LegSink, OpenLeg, abort_error, times_of
 
 if TYPE_CHECKING:
@@ -121,6 +121,7 @@ class DecodeHalf:
     def on_step(self, events: StepEvents) -> None:
         """Take what the engine says about this half's legs; others' keys are left alone."""
         self.book.prompts(events.prompt_logprobs, self._in_engine)
+        self.book.preempted(events.preempted, self._in_engine)
         for token in events.tokens:
             opened = self.book.get(token.key)
             if opened is not None and token.key in self._in_engine:
@@ -154,6 +155,11 @@ class DecodeHalf:
         if opened.aborted is not None:
             # Given up meanwhile, when the engine knew nothing of it.
             self._engine.abort(opened.key, opened.error or Cancelled("stopped", stage=STAGE))
+
+    def on_gave_way(self, opened: OpenLeg) -> None:
+        """Tell the router that the leg was preempted: that counts, wherever it goes on."""
+        again = Preempted(opened.key, opened.leg.num_preemptions + 1)
+        self.book.preempted((again,), (opened.key,))
 
     def on_handoff_over(
         self, opened: OpenLeg, cause: AbortCause, error: PdserveError | None

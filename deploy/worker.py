@@ -17,7 +17,7 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 from cluster.clock import Clock, SystemClock
-from cluster.config import Preemption, Role
+from cluster.config import Role
 from cluster.control.membership import LEFT_FOR_FAULT
 from cluster.control.report_client import ReportClient
 from cluster.engine.loop import EngineLoop
@@ -98,6 +98,7 @@ class Worker:
         self._errands = Errands(call_soon=self._call_soon, on_failure=self._fail)
         self._token = ClusterToken.load(config.security)
         self._pool = make_block_pool(config, pool, parts.layout)
+        self._rules = Rules.of(config.scheduling, pool)
         self._engine = self._make_engine(pool)
         self._dialer: LinkDialer | None = None
         self._acceptor: LinkAcceptor | None = None
@@ -130,7 +131,7 @@ class Worker:
             watch=self._watch,
             life=self._life,
             pool_role=config.pool(pool.name).role,
-            rules=Rules.of(config.scheduling, pool),
+            rules=self._rules,
             clock=self._clock,
         )
         self._report = ReportClient(
@@ -232,14 +233,9 @@ class Worker:
 
     def _make_engine(self, pool: PoolConfig) -> EngineLoop:
         scheduler = StepScheduler(
-            self._pool,
-            pool.block_size,
-            pool.max_num_seqs,
-            pool.token_budget,
-            pool.chunk_tokens,
-            self._parts.max_model_len,
-            Rules.of(self._config.scheduling, pool),
-        )
+            self._pool, pool.block_size, pool.max_num_seqs, pool.token_budget, pool.chunk_tokens,
+            self._parts.max_model_len, self._rules,
+        )  # fmt: skip
         speed = self._parts.speed
         return EngineLoop(
             scheduler=scheduler,
@@ -266,6 +262,7 @@ class Worker:
                 tiers=Tiers.of(self._config.scheduling),
             ),
             check_state=self._check_state,
+            clock=self._clock,
         )
 
     def _make_prefill(self) -> PrefillHalf:
@@ -278,6 +275,8 @@ class Worker:
             make_dialer=self._make_dialer,
             errands=self._errands,
             streams=self._config.limits.stream_kv,
+            # What gives way has its first token already.
+            tier_of=self._rules.tier if self._config.router.resume else None,
         )
         return PrefillHalf(
             engine=self._engine,
@@ -308,8 +307,8 @@ class Worker:
             lease_s=self._config.limits.export_lease_s,
             patience_s=self._config.limits.reserve_patience_s,
             errands=self._errands,
-            reserves_all=self._config.scheduling.preemption is Preemption.OFF,
-            tier_of=Rules.of(self._config.scheduling, pool).taking_tier,
+            needs_all=self._rules.needs_all,
+            tier_of=self._rules.taking_tier,
         )
         self._acceptor = LinkAcceptor(
             me=self._link_name(),
@@ -394,7 +393,6 @@ class Worker:
                     await self._changed.wait()
 
     def _check_state(self) -> None:
-        if self.fault.done():
-            raise WorkerLost("the worker gave up", stage="intake")
-        if why := self._life.refusal(self._clock.now()):
+        why = "the worker gave up" if self.fault.done() else self._life.refusal(self._clock.now())
+        if why:
             raise WorkerLost(why, stage="intake")

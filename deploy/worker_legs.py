@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from cluster.errors import InvalidRequest, PdserveError, QueueFull
+from cluster.errors import Cancelled, InvalidRequest, PdserveError, QueueFull
 from cluster.handoff import AbortCause
 from cluster.request import LegEnd, LegKind
+from cluster.rpc.given_up import GivenUpLegs
+from cluster.rpc.legs import abort_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from cluster.clock import Clock
     from cluster.request import Leg, LegKey, Redirect
     from cluster.rpc.leg_rules import LegRules
     from cluster.rpc.legs import LegSink
@@ -33,6 +36,7 @@ class WorkerLegs:
         *,
         rules: LegRules,
         check_state: Callable[[], None],
+        clock: Clock,
     ) -> None:
         """``check_state`` raises where the worker takes no legs at present."""
         self.prefill = prefill
@@ -42,6 +46,8 @@ class WorkerLegs:
         """Legs that were refused at once."""
         self._rules = rules
         self._check_state = check_state
+        self._clock = clock
+        self._given_up = GivenUpLegs()
 
     def __len__(self) -> int:
         """Return the number of legs that have not ended."""
@@ -49,6 +55,11 @@ class WorkerLegs:
 
     def start_leg(self, leg: Leg, sink: LegSink) -> None:
         """Take a leg, or end it at once with the reason."""
+        if self._given_up.has(leg.key, leg.grant_id, self._clock.now()):
+            # Its end was said when it was given up; by now another leg may have its key.
+            logger.info("leg=%s grant=%s comes after its abort", leg.key, leg.grant_id)
+            self.num_rejected += 1
+            return
         renewer = self.decode if self.decode and self.decode.may_renew(leg, sink) else None
         if renewer is None and any(leg.key in half.book for half in self.halves):
             self._refuse_double(leg, sink)
@@ -68,10 +79,17 @@ class WorkerLegs:
             return
         half.start_leg(leg, sink)
 
-    def abort_leg(self, key: LegKey, cause: AbortCause) -> None:
-        """Give a leg up, whichever half has it."""
-        for half in self.halves:
+    def abort_leg(self, key: LegKey, cause: AbortCause, grant_id: str, sink: LegSink) -> None:
+        """Give a leg up, whichever half has it; say the end of one that nobody has."""
+        owners = [half for half in self.halves if _has(half, key, grant_id)]
+        for half in owners:
             half.abort_leg(key, cause)
+        if not owners:
+            logger.info("leg=%s grant=%s aborted, and not here", key, grant_id)
+            self._given_up.add(key, grant_id, self._clock.now())
+            error = abort_error(cause, "intake") or Cancelled("given up", stage="intake")
+            error.worker_id = self._rules.worker_id
+            sink.emit((), (LegEnd(key=key, error=error, grant_id=grant_id),))
 
     def redirect_leg(self, redirect: Redirect) -> None:
         """Pass a waiting export on to another decode worker; a bad redirect ends its leg."""
@@ -126,3 +144,8 @@ class WorkerLegs:
         if all(opened is None or opened.sink is not sink for opened in owners):
             error = InvalidRequest("this leg is open", field="key", worker_id=self._rules.worker_id)
             sink.emit((), (LegEnd(key=leg.key, error=error),))
+
+
+def _has(half: PrefillHalf | DecodeHalf, key: LegKey, grant_id: str) -> bool:
+    opened = half.book.get(key)
+    return opened is not None and grant_id in ("", opened.leg.grant_id)

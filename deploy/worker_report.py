@@ -8,6 +8,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from cluster.control.facts import BlockCounts, Registration, TransferSample, WorkerReport
+from cluster.engine.outsiders import Outsiders
 from cluster.engine.victims import freed_in_turn
 from cluster.request import FinishReason
 from deploy.worker_life import WorkerState
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from cluster.engine.rules import Rules
     from cluster.engine.snapshot import EngineSnapshot
     from cluster.engine.victims import Holdings
-    from cluster.kv.block_pool import BlockPool
+    from cluster.kv.block_pool import BlockPool, Holder
     from cluster.request import Leg, LegKey, Peer
     from cluster.rpc.legs import OpenLeg
     from deploy.worker_legs import WorkerLegs
@@ -58,6 +59,7 @@ class WorkerReporter:
         self._life = life
         self._pool_role = pool_role
         self._rules = rules
+        self._outsiders = Outsiders(blocks, rules)
         self._clock = clock
 
     def is_well(self) -> bool:
@@ -143,14 +145,18 @@ class WorkerReporter:
         )
 
     def _takable(self, holdings: Holdings, firm: Collection[LegKey]) -> tuple[int, ...]:
-        """Count what sequences would give up, the lower tiers first; with the pool's lock, as of
-        ``counts``."""
-        giving = [(tier, key) for tier, key in holdings.giving if key not in firm]
+        """Count what sequences, exports and imports would give up, the lower tiers first; with the
+        pool's lock, as of ``counts``."""
+        giving: list[tuple[int, Holder, int]] = [
+            (tier, key, 0) for tier, key in holdings.giving if key not in firm
+        ]
+        outside = self._outsiders.giving(self._clock.now())
+        giving += [(other.tier, other.holder, other.num_importing) for other in outside]
         giving.sort(key=itemgetter(0))
-        freed = freed_in_turn(self._blocks, (key for _, key in giving))
+        freed = freed_in_turn(self._blocks, (holder for _, holder, _ in giving))
         takable: Counter[int] = Counter()
-        for (tier, _), num_blocks in zip(giving, freed, strict=True):
-            takable[tier] += num_blocks
+        for (tier, _, num_importing), num_held in zip(giving, freed, strict=True):
+            takable[tier] += num_held + num_importing
         return tuple(takable[tier] for tier in range(max(takable, default=-1) + 1))
 
     def _firm(self, snapshot: EngineSnapshot) -> list[OpenLeg]:
@@ -219,11 +225,13 @@ class WorkerReporter:
             counters["transfer_bytes"] = sent["bytes"]
             counters["exports_waited"] = sent["waited"]
             counters["exports_redirected"] = sent["redirected"]
+            counters["exports_gave_way"] = sent["gave_way"]
         if self._decode is not None:
             taken = self._decode.inbox.counts
             counters["imports_ok"] = taken["committed"]
             counters["imports_failed"] = taken["failed"]
             counters["import_bytes"] = taken["bytes"]
             counters["offers_refused"] = taken["refused"]
+            counters["imports_gave_way"] = taken["gave_way"]
             counters["segments_dropped"] = taken["dropped_segments"]
         return counters

@@ -171,6 +171,7 @@ class Export:
                     blocks=blocks,
                     layers=layers,
                     logprobs=self.logprobs,
+                    num_preemptions=self.opened.leg.num_preemptions,
                 ),
                 block_ids=held[blocks.start : blocks.stop],
             )

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 from cluster.engine.sequence import Sequence, StoredLayers
 from cluster.errors import Cancelled, InvalidRequest, PdserveError
 from cluster.handoff import AbortCause
-from cluster.request import Token
+from cluster.request import Preempted, Token
 from cluster.rpc.legs import (
     LegBook,
     LegEngine,
@@ -140,6 +140,7 @@ class PrefillHalf:
         for key in events.started:
             self._started(key)
         self.book.prompts(events.prompt_logprobs, self._in_engine)
+        self.book.preempted(events.preempted, self._in_engine)
         for key in (*events.stored, *(key for key, _ in events.computed)):
             self.outbox.computed(key)
         for token in events.tokens:
@@ -163,6 +164,11 @@ class PrefillHalf:
             return
         self.book.end(opened, error=error, times=times)
         self.book.flush()
+
+    def on_gave_way(self, opened: OpenLeg) -> None:
+        """Tell the router that the leg was preempted: that counts when it is computed again."""
+        again = Preempted(opened.key, opened.leg.num_preemptions + 1)
+        self.book.preempted((again,), (opened.key,))
 
     def on_export_waiting(self, opened: OpenLeg, waiting: ExportWaiting) -> None:
         """Tell the router that it has the lease's time to find another decode worker."""

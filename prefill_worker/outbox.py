@@ -9,6 +9,10 @@ A handoff that fails for a reason which leaves the KV good (refused, receiver or
 an export that waits for a redirect; whatever else ends a handoff ends the export with it. An abort
 ends an export in any state at once. How one handoff goes is told in ``sender``, who holds the
 blocks in ``exports``.
+
+While a whole export waits, for a redirect or for its receiver's credit, a request of a higher tier
+may have its blocks: it is over then, as by its lease, and its request is computed again. One that
+has its credit is let go on: it needs nothing any more to end by itself, and soon.
 """
 
 from __future__ import annotations
@@ -18,7 +22,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from cluster.errors import HandoffFailed
-from cluster.handoff import AbortCause
+from cluster.handoff import AbortCause, HandoffState
+from cluster.kv.outside import Outsider
 from cluster.request import ExportWaiting
 from cluster.rpc.legs import OpenLeg, abort_error
 from prefill_worker.broken_links import BrokenLinks
@@ -63,6 +68,10 @@ class OutboxEvents(Protocol):
         """An export is over: committed where ``cause`` is None, else aborted from outside."""
         ...
 
+    def on_gave_way(self, opened: OpenLeg) -> None:
+        """A leg loses its KV to a higher tier; its handoff is over next."""
+        ...
+
     def on_export_waiting(self, opened: OpenLeg, waiting: ExportWaiting) -> None:
         """A handoff failed, and its export waits for a redirect."""
         ...
@@ -82,15 +91,23 @@ class Outbox:
         make_dialer: Callable[[LinkEvents], Dialer],
         errands: Errands,
         streams: bool = True,
+        tier_of: Callable[[str], int] | None = None,
     ) -> None:
-        """With ``streams`` finished layers and blocks go out before their export is whole."""
+        """With ``streams`` finished layers and blocks go out before their export is whole.
+
+        ``tier_of``: tier's name to how high it is, where exports give way to higher ones.
+        """
         self.streams = streams
+        self._tier_of = tier_of
+        self._errands = errands
         self._pool = pool
         self._layout = layout
         self._clock = clock
         self._lease_s = lease_s
         self._owner: OutboxEvents | None = None
         self._exports: dict[LegKey, Export] = {}
+        self._givers: dict[tuple[str, str], Export] = {}
+        """Those that the pool was told would give way."""
         self._transfers: list[Transfer] = []
         self._broken = BrokenLinks()
         self.sender = Sender(
@@ -104,6 +121,7 @@ class Outbox:
             events=self,
             streams=streams,
         )
+        pool.subscribe(self._on_told)
 
     def __contains__(self, key: LegKey) -> bool:
         """Whether the leg has an export."""
@@ -120,7 +138,8 @@ class Outbox:
 
     @property
     def counts(self) -> Counter[str]:
-        """The sender's counts of handoffs; and, each time, exports ``waited``, ``redirected``."""
+        """The sender's counts of handoffs; and exports that ``waited``, were ``redirected``, each
+        time; that ``gave_way``."""
         return self.sender.counts
 
     @property
@@ -174,6 +193,7 @@ class Outbox:
         export.times = replace(times, reserve_wait_s=export.times.reserve_wait_s)
         export.first_token_at = self._clock.now()
         self.sender.push(export)
+        self._may_give(export)
 
     def redirect(self, opened: OpenLeg, redirect: Redirect) -> None:
         """Pass the leg's export to another decode worker, whatever became of the last handoff.
@@ -189,6 +209,8 @@ class Outbox:
             self.sender.drop(
                 export.outgoing, AbortCause.LEASE, "the export goes elsewhere", tells=True
             )
+        if export is not None:
+            self._gives_no_more(export)
         opened.leg = replace(opened.leg, handoff_id=redirect.handoff_id, peer=redirect.peer)
         if export is None:
             return  # nothing of it is computed yet: it will be offered there
@@ -196,6 +218,7 @@ class Outbox:
             self._pool.rename(export_holder(old_id), export.holder)
         self.counts["redirected"] += 1
         self.sender.begin(export.begin(is_redirected=True))
+        self._may_give(export)
 
     def abort(self, key: LegKey, cause: AbortCause, detail: str = "") -> None:
         """End an export because its leg ended here; tells the receiver, not the owner."""
@@ -232,6 +255,7 @@ class Outbox:
         """Note how long the receiver took to reserve, refusals included."""
         waited_s = self._clock.now() - export.offered_at
         export.times = replace(export.times, reserve_wait_s=waited_s)
+        self._gives_no_more(export)
 
     def on_committed(self, export: Export, sent: Sent) -> None:
         """Give the blocks back and end the leg well."""
@@ -266,6 +290,46 @@ class Outbox:
         self._forget(outgoing.export)
         self._tell_over(outgoing.export, cause, error)
 
+    # ---- for higher tiers
+
+    def give_way(self) -> None:
+        """End the exports that the engine asks for; what others are asked is theirs to do."""
+        for holder in self._pool.outside.asked():
+            export = self._givers.get(holder)
+            if export is not None:
+                self.counts["gave_way"] += 1
+                assert self._owner is not None, "report_to comes first"
+                self._owner.on_gave_way(export.opened)
+                self._fail(export, AbortCause.LEASE, "its blocks went to a higher tier")
+
+    def _on_told(self) -> None:
+        # On whichever thread changed something in the pool.
+        if self._givers and self._pool.outside.asked():
+            self._errands.soon(self.give_way)
+
+    def _may_give(self, export: Export) -> None:
+        """Let it be asked from now on, if it is whole, and waits."""
+        outgoing = export.outgoing
+        waits = outgoing is None or outgoing.handoff.state is HandoffState.OFFERED
+        if self._tier_of is None or not (export.is_whole and waits):
+            return
+        holder = export_holder(export.opened.leg.handoff_id)
+        self._givers[holder] = export
+        self._pool.outside.enter(
+            Outsider(
+                holder=holder,
+                tier=self._tier_of(export.opened.leg.priority),
+                arrived=export.opened.arrived,
+                order=export.sequence.order,
+                num_preemptions=export.opened.leg.num_preemptions,
+            )
+        )
+
+    def _gives_no_more(self, export: Export) -> None:
+        holder = export_holder(export.opened.leg.handoff_id)
+        if self._givers.pop(holder, None) is not None:
+            self._pool.outside.leave(holder)
+
     # ---- ends
 
     def _wait(self, outgoing: Outgoing, error: PdserveError) -> None:
@@ -273,6 +337,7 @@ class Outbox:
         export.outgoing = None
         export.lease_ends = self._clock.now() + self._lease_s
         self.counts["waited"] += 1
+        self._may_give(export)
         waiting = ExportWaiting(
             key=export.key, handoff_id=outgoing.handoff_id, error=error, lease_s=self._lease_s
         )
@@ -285,6 +350,7 @@ class Outbox:
 
     def _forget(self, export: Export) -> None:
         del self._exports[export.key]
+        self._gives_no_more(export)
         if export.is_whole:
             self._pool.release(export.holder)
 

@@ -232,6 +232,7 @@ class Sender:
             num_blocks=handoff.num_blocks,
             num_tokens=export.num_tokens,
             is_redirected=outgoing.is_redirected,
+            num_preemptions=export.opened.leg.num_preemptions,
         )
         self._errands.tell(link, offer)
 

@@ -16,9 +16,9 @@ import asyncio
 import dataclasses
 import functools
 import logging
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from cluster.control.facts import ExportRef, Grant, Want
+from cluster.control.facts import ExportRef, Grant
 from cluster.errors import EngineFault, HandoffFailed, PdserveError, WorkerLost
 from cluster.handoff import AbortCause
 from cluster.request import (
@@ -30,13 +30,15 @@ from cluster.request import (
     LegKey,
     LegKind,
     Peer,
+    Preempted,
     PromptLogprobs,
     PromptPrefix,
     Redirect,
     Token,
 )
-from router.legs import LegNews
+from router.legs import LegNews, Said
 from router.merge import Merger
+from router.peers import peers_of
 from router.score_gate import ScoreGate
 from router.search import Search
 
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cluster.request import Request
+    from router.owner import AttemptOwner
     from router.parts import Parts
 
 logger = logging.getLogger(__name__)
@@ -59,32 +62,13 @@ START_S = 1.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Missed:
-    """The worker that computes has no leg of this, by what it reports."""
+    """A worker has no leg of this, by what it reports."""
 
+    number: int
     error: PdserveError
 
 
 _News = LegNews | Grant | PdserveError | _Missed
-
-
-class AttemptOwner(Protocol):
-    """The request that an attempt is made for."""
-
-    def note_lost(self, incarnation: str, *, is_death: bool) -> None:
-        """Avoid a worker from now on; ``is_death``: it was lost with a leg of this request."""
-        ...
-
-    def may_go_on(self, error: PdserveError) -> bool:
-        """Whether the request may be given to another worker after ``error``."""
-        ...
-
-    def age_s(self) -> float:
-        """Return the seconds since the request was accepted."""
-        ...
-
-    def want(self, export: ExportRef | None) -> Want:
-        """Return a new want, for a decode worker that takes ``export``."""
-        ...
 
 
 class Attempt:
@@ -122,6 +106,8 @@ class Attempt:
         self._replaced: list[Peer] = []
         self._leaving: set[str] = set()  # incarnations whose replaced leg has not ended
         self._handoff_id = grant.handoff_id
+        self._number = grant.attempt  # of the latest grant
+        self._num_preempted_before = owner.num_preemptions
         self._news: asyncio.Queue[_News] = asyncio.Queue()
         self._started_at = float("inf")
         self._has_spoken = False  # whoever computes
@@ -153,15 +139,15 @@ class Attempt:
             elif isinstance(news, Grant):
                 self._granted = news
             elif isinstance(news, _Missed):
-                self._leg_missed(news.error)
+                self._leg_missed(news.number, news.error)
             else:
                 self._stop_search(news)
             if self._granted is not None:
                 await self._redirect(self._granted)
 
-    def on_leg_missed(self, error: PdserveError) -> None:
-        """Take word that the worker which computes reports no leg of this."""
-        self._news.put_nowait(_Missed(error))
+    def on_leg_missed(self, number: int, error: PdserveError) -> None:
+        """Take word that a worker of the grant of that number reports no leg of this."""
+        self._news.put_nowait(_Missed(number, error))
 
     def abort(self, cause: AbortCause) -> None:
         """Tell the legs to end."""
@@ -208,6 +194,7 @@ class Attempt:
             expected_tokens=request.expected_tokens,
             prefix=self._prefix,
             waited_s=self._owner.age_s(),
+            num_preemptions=self._owner.num_preemptions,
             remaining_s=request.deadline - self._parts.clock.now(),
             grant_id=self.grant_ids[-1],
             handoff_id="" if kind is LegKind.LOCAL else self._handoff_id,
@@ -232,7 +219,8 @@ class Attempt:
     def _heard(self, news: LegNews) -> list[Token] | PromptLogprobs | FinishReason | None:
         """Take what a leg says; return what goes to the reader, None where there is nothing."""
         kind, said = news.kind, news.said
-        if not self._is_current(news):
+        self._count_preemptions(said)
+        if isinstance(said, Preempted) or not self._is_current(news):
             self._heard_late(news)
             return None
         self._has_spoken |= kind is not LegKind.DECODE
@@ -263,10 +251,17 @@ class Attempt:
             self.merger.doubt = HandoffFailed("handed over to a lost worker", stage="handoff")
         return reason
 
-    def _leg_missed(self, error: PdserveError) -> None:
-        """Fail where the start of the leg was lost, and is neither over nor still on its way."""
+    def _leg_missed(self, number: int, error: PdserveError) -> None:
+        """Act where the start of a leg was lost, and is neither over nor still on its way."""
         late_s = self._parts.clock.now() - self._started_at
-        if self._has_spoken or self.merger.has_decode_spoken or late_s < START_S:
+        if self.merger.has_decode_spoken or late_s < START_S:
+            return
+        decode = self.peers.get(LegKind.DECODE)
+        if decode is not None and decode.worker_id == error.worker_id:
+            if number == self._number and LegKind.DECODE in self.merger.open_kinds:
+                self._decode_missed(decode, error)
+            return
+        if self._has_spoken or number != self.key.attempt:
             return
         peer = next(p for kind, p in self.peers.items() if kind is not LegKind.DECODE)
         logger.warning("leg=%s worker=%s has never had it", self.key, peer.worker_id)
@@ -274,6 +269,15 @@ class Attempt:
         self._owner.note_lost(peer.incarnation, is_death=False)
         error.worker_id = peer.worker_id
         raise error
+
+    def _decode_missed(self, peer: Peer, error: PdserveError) -> None:
+        """Pass the export on; the one worker there is may well get the next start."""
+        logger.warning("leg=%s worker=%s has never had it", self.key, peer.worker_id)
+        if self.num_redirects:
+            self._owner.note_lost(peer.incarnation, is_death=False)
+        if not self._can_redirect(error):
+            raise error
+        self._look_for_another(error)
 
     def _note_lost(self, kind: LegKind, error: PdserveError, *, is_death: bool) -> None:
         if not isinstance(error, WorkerLost):
@@ -352,7 +356,8 @@ class Attempt:
         self.num_redirects += 1
         self._next_redirect_at = self._parts.clock.now() + REDIRECT_GAP_S
         self.peers[LegKind.DECODE] = decode.peer
-        self._handoff_id = grant.handoff_id
+        self._handoff_id, self._number = grant.handoff_id, grant.attempt
+        self._started_at = self._parts.clock.now()
         self.merger.reopen(LegKind.DECODE)
         logger.info("leg=%s handoff=%s redirected to=%s", self.key, grant.handoff_id,
                     decode.worker_id)  # fmt: skip
@@ -373,17 +378,15 @@ class Attempt:
             self._parts.metrics.wasted(1)
 
     def _waste(self, news: _News) -> None:
-        if isinstance(news, LegNews) and isinstance(news.said, Token):
-            self._parts.metrics.wasted(self.merger.surplus(news.said))
+        if isinstance(news, LegNews):
+            self._count_preemptions(news.said)
+            if isinstance(news.said, Token):
+                self._parts.metrics.wasted(self.merger.surplus(news.said))
 
-
-def peers_of(grant: Grant) -> dict[LegKind, Peer]:
-    """Return which worker serves which leg of a grant."""
-    prefill, decode = grant.prefill, grant.decode
-    if prefill is None:
-        if decode is None:
-            raise EngineFault("a grant without a worker", stage="placement")
-        return {LegKind.LOCAL: decode.peer}
-    if decode is None:
-        return {LegKind.PREFILL: prefill.peer}
-    return {LegKind.PREFILL: prefill.peer, LegKind.DECODE: decode.peer}
+    def _count_preemptions(self, said: Said) -> None:
+        if isinstance(said, Preempted):
+            self._owner.note_preempted(said.num_preemptions)
+        elif isinstance(said, LegEnd):
+            # What was told as it happened may be more: it counts both legs of an attempt.
+            before = self._num_preempted_before
+            self._owner.note_preempted(before + said.times.num_preemptions)

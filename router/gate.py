@@ -1,8 +1,10 @@
 """What a router knows of the queue before it tokenises, and whom it refuses by that.
 
 The last view says what waited when it was made; what this router has let in since, and what is
-waiting no more, it knows itself. Sizes are guessed from the length of the text. The control plane
-asks the same again when the want arrives, with what waits then.
+waiting no more, it knows itself. Sizes are guessed from the length of the text. What it cannot know
+it takes to be for the best: how much of a prompt is cached, and how short its tenant's outputs
+are, which order by work goes by. The control plane asks the same again when the want arrives, with
+what waits then.
 """
 
 from __future__ import annotations
@@ -75,10 +77,11 @@ class Gate:
             checked.priority, default=caller.tier, ceiling=caller.ceiling
         )  # fmt: skip
         num_tokens = self._guess_tokens(checked)
-        work = num_tokens + (checked.expected_tokens or 0)
         who = Newcomer(
             tenant=caller.tenant,
-            standing=self._ordering.standing(tier=self._tiers.rank(tier), work=work),
+            standing=self._ordering.standing(
+                tier=self._tiers.rank(tier), work=_least_work(checked)
+            ),
             num_requests=checked.num_all_choices,
             num_tokens=num_tokens * checked.num_choices,
             remaining_s=checked.timeout_s,
@@ -126,6 +129,14 @@ class Gate:
     def _guess_tokens(self, checked: Checked) -> int:
         num_ids = sum(len(prompt) for prompt in checked.prompts if not isinstance(prompt, str))
         return num_ids + int(checked.num_chars / self._chars_per_token)
+
+
+def _least_work(checked: Checked) -> float:
+    """Return how little work it may turn out to be: a token to compute, and its output."""
+    most, hint = checked.max_tokens, checked.expected_tokens
+    if hint is None:
+        return 1.0
+    return 1.0 + (hint if most is None else min(hint, most))
 
 
 def _bounds(view: ClusterView) -> QueueBounds:

@@ -10,18 +10,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cluster.errors import IN_STEP, PdserveError, WorkerLost
 from cluster.handoff import AbortCause
 from cluster.request import (
     Beat,
-    ExportWaiting,
     Leg,
     LegEnd,
     LegKey,
     LegKind,
+    LegNotice,
     Peer,
     PromptLogprobs,
     Redirect,
@@ -38,7 +38,7 @@ CLOSE_GRACE_S = 1.0
 """For the last messages to all workers together, and then for their goodbyes."""
 
 
-Said = Token | LegEnd | ExportWaiting | PromptLogprobs
+Said = Token | LegEnd | LegNotice | PromptLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ class WorkerConnection(Protocol):
         """Send a leg; raises WorkerLost."""
         ...
 
-    async def abort_leg(self, key: LegKey, cause: AbortCause) -> None:
-        """Give a leg up."""
+    async def abort_leg(self, key: LegKey, cause: AbortCause, grant_id: str) -> None:
+        """Give up the leg of a grant; its end is said whatever became of it."""
         ...
 
     async def redirect_leg(self, redirect: Redirect) -> None:
@@ -78,13 +78,22 @@ class WorkerConnection(Protocol):
 Connect = Callable[[Peer, "LegEvents"], WorkerConnection]
 
 
+@dataclass(frozen=True, slots=True)
+class _OpenLeg:
+    """A leg that has not ended, and who listens to it."""
+
+    kind: LegKind
+    hear: Hear
+    grant_id: str
+
+
 @dataclass(slots=True)
 class _Worker:
     """One incarnation: its connection and who listens to its open legs."""
 
     peer: Peer
     drop: Callable[[str], None]
-    legs: dict[LegKey, tuple[LegKind, Hear]] = field(default_factory=dict)
+    legs: dict[LegKey, _OpenLeg] = field(default_factory=dict)
     connection: WorkerConnection | None = None
     pulse: Pulse = field(default_factory=Pulse)
     has_answered: bool = False
@@ -98,41 +107,43 @@ class _Worker:
         self,
         tokens: Sequence[Token],
         ends: Sequence[LegEnd],
-        waiting: Sequence[ExportWaiting] = (),
+        notices: Sequence[LegNotice] = (),
         prompts: Sequence[PromptLogprobs] = (),
     ) -> None:
         """Pass one step on; what nobody listens to crossed with an abort."""
         self.has_answered = True
-        news: tuple[PromptLogprobs | Token | ExportWaiting, ...] = (*prompts, *tokens, *waiting)
-        for said in news:
+        for said in (*prompts, *tokens, *notices):
             self._tell(said, self.legs.get(said.key))
         for end in ends:
-            self._tell(end, self.legs.pop(end.key, None))
+            leg = self.legs.get(end.key)
+            # The answer to an abort that crossed with its leg's end is none to a leg after that.
+            if leg is not None and end.grant_id in ("", leg.grant_id):
+                del self.legs[end.key]
+                self._tell(end, leg)
 
     def on_worker_lost(self, peer: Peer, reason: str, *, is_alive: bool = False) -> None:
         """End every leg here with WorkerLost; no leg has killed a worker that ``is_alive``."""
         self.drop(peer.incarnation)
         legs, self.legs = self.legs, {}
-        for key, (kind, hear) in legs.items():
+        for key, leg in legs.items():
             logger.warning("leg=%s worker=%s lost: %s", key, peer.worker_id, reason)
             # A worker that does both is a decode worker that prefills by itself.
-            stage = (kind if kind is LegKind.PREFILL else LegKind.DECODE).value
+            stage = (leg.kind if leg.kind is LegKind.PREFILL else LegKind.DECODE).value
             error = WorkerLost(
                 f"the {stage} worker was lost", stage=stage, worker_id=peer.worker_id
             )
             end = LegEnd(key=key, error=error)
             is_death = self.has_answered and not is_alive
-            hear(LegNews(kind, peer.incarnation, end, is_death=is_death))
+            leg.hear(LegNews(leg.kind, peer.incarnation, end, is_death=is_death))
 
-    def _tell(self, said: Said, leg: tuple[LegKind, Hear] | None) -> None:
+    def _tell(self, said: Said, leg: _OpenLeg | None) -> None:
         if leg is None:
             return
-        kind, hear = leg
         is_death = False
         if isinstance(said, LegEnd) and (error := said.error) is not None:
             is_death = isinstance(error, WorkerLost) and error.stage == IN_STEP
             _name(error, self.peer)
-        hear(LegNews(kind, self.peer.incarnation, said, is_death=is_death))
+        leg.hear(LegNews(leg.kind, self.peer.incarnation, said, is_death=is_death))
 
 
 class Workers:
@@ -150,7 +161,7 @@ class Workers:
             worker = _Worker(peer, self._drop)
             worker.connection = self._connect(peer, worker)
             self._workers[peer.incarnation] = worker
-        worker.legs[leg.key] = (leg.kind, hear)
+        worker.legs[leg.key] = _OpenLeg(leg.kind, hear, leg.grant_id)
         assert worker.connection is not None
         try:
             await worker.connection.start_leg(leg)
@@ -175,10 +186,11 @@ class Workers:
     def abort(self, peer: Peer, key: LegKey, cause: AbortCause) -> None:
         """Tell the worker to give a leg up, unless it has ended; what it still says is heard."""
         worker = self._workers.get(peer.incarnation)
-        if worker is None or key not in worker.legs:
+        leg = worker.legs.get(key) if worker is not None else None
+        if worker is None or leg is None:
             return
         assert worker.connection is not None
-        self._run(worker.connection.abort_leg(key, cause))
+        self._run(worker.connection.abort_leg(key, cause, leg.grant_id))
 
     def forget(self, peer: Peer, key: LegKey) -> None:
         """Give up a leg that its worker has never had: nobody will say its end."""
@@ -191,8 +203,7 @@ class Workers:
         """Let another listen to a leg from now on, if it has not ended."""
         worker = self._workers.get(peer.incarnation)
         if worker is not None and key in worker.legs:
-            kind, _ = worker.legs[key]
-            worker.legs[key] = (kind, hear)
+            worker.legs[key] = replace(worker.legs[key], hear=hear)
 
     def tick(self, now: float) -> None:
         """Take workers that hang, with legs open, as lost; to be called a few times a second."""

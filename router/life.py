@@ -26,7 +26,14 @@ from typing import TYPE_CHECKING
 from cluster.control.facts import Want
 from cluster.errors import Cancelled, DeadlineExceeded, EngineFault, PdserveError, WorkerLost
 from cluster.handoff import AbortCause
-from cluster.request import NO_PREFIX, FinishReason, LegKind, PromptLogprobs, Token
+from cluster.request import (
+    MAX_PREEMPTIONS,
+    NO_PREFIX,
+    FinishReason,
+    LegKind,
+    PromptLogprobs,
+    Token,
+)
 from router.attempt import Attempt
 from router.events import Accepted, Delta, Finish, Scored
 from router.timeline import Record, cached_tokens, make_timeline
@@ -115,10 +122,20 @@ class Life:
 
     def on_leg_missed(self, attempt: int, error: PdserveError) -> None:
         """Take word that a living worker has never heard of a leg of this."""
-        if self._attempt is not None and self._attempt.key.attempt == attempt:
-            self._attempt.on_leg_missed(error)
+        if self._attempt is not None:
+            self._attempt.on_leg_missed(attempt, error)
 
     # ---- for its attempts
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often it was preempted so far."""
+        return self._record.num_preemptions
+
+    def note_preempted(self, num_preemptions: int) -> None:
+        """Take word of a worker that it was preempted so often; old word changes nothing."""
+        told = min(num_preemptions, MAX_PREEMPTIONS)
+        self._record.num_preemptions = max(self._record.num_preemptions, told)
 
     def note_lost(self, incarnation: str, *, is_death: bool) -> None:
         """Avoid a worker from now on; ``is_death``: it was lost with a leg of this request."""
@@ -152,6 +169,7 @@ class Life:
             expected_tokens=self.request.expected_tokens,
             cached_on=self._accepted.cached_on,
             prefix=NO_PREFIX if export is not None else self._prefix,
+            num_preemptions=self._record.num_preemptions,
         )
 
     # ---- inside

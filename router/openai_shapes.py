@@ -58,6 +58,7 @@ class TimelineBody(BaseModel):
     num_attempts: int
     num_resumed: int = 0
     num_redirected: int = 0
+    num_preemptions: int = 0
 
 
 def _is_absent(value: object) -> bool:

@@ -19,6 +19,7 @@ class Record:
     num_attempts: int = 0
     num_resumed: int = 0
     num_redirected: int = 0
+    num_preemptions: int = 0
     queue_s: float = 0.0
     first_token_s: float = 0.0
 
@@ -46,4 +47,5 @@ def make_timeline(attempt: Attempt, record: Record, total_s: float) -> Timeline:
         num_attempts=record.num_attempts,
         num_resumed=record.num_resumed,
         num_redirected=record.num_redirected,
+        num_preemptions=record.num_preemptions,
     )

@@ -231,6 +231,8 @@ class EventLog:
         self.logprobs: dict[LegKey, list[TokenLogprobs | None]] = {}
         self.prompt_logprobs: dict[LegKey, list[TokenLogprobs]] = {}
         self.ends: dict[LegKey, SequenceEnd] = {}
+        self.preempted: dict[LegKey, int] = {}
+        """How often in all, as it was told last."""
         self.batches: list[StepEvents] = []
 
     def take(self, events: StepEvents) -> None:
@@ -243,6 +245,9 @@ class EventLog:
             assert token.output_index == first + len(got), f"{token.key}: a token out of order"
             got.append(token.token_id)
             self.logprobs.setdefault(token.key, []).append(token.logprobs)
+        for notice in events.preempted:
+            assert notice.num_preemptions > self.preempted.get(notice.key, 0)
+            self.preempted[notice.key] = notice.num_preemptions
         for run in events.prompt_logprobs:
             scores = self.prompt_logprobs.setdefault(run.key, [])
             assert run.start == 1 + len(scores), f"{run.key}: prompt scores out of order"

@@ -36,13 +36,15 @@ class Handler:
         self.aborts: asyncio.Queue = asyncio.Queue()
         self.redirects: asyncio.Queue = asyncio.Queue()
         self.lost: asyncio.Queue = asyncio.Queue()
+        self.aborted: list[tuple] = []
         self.beat = Beat(3, 0.0)
 
     def start_leg(self, leg, sink) -> None:
         self.legs.put_nowait((leg, sink))
 
-    def abort_leg(self, key, cause) -> None:
+    def abort_leg(self, key, cause, grant_id, sink) -> None:
         self.aborts.put_nowait((key, cause))
+        self.aborted.append((grant_id, sink))
 
     def redirect_leg(self, redirect) -> None:
         self.redirects.put_nowait(redirect)

@@ -42,6 +42,7 @@ def want_to_wire(want: facts.Want) -> pb.Want:
         cached_on=want.cached_on,
         prefix_stride_tokens=want.prefix.stride_tokens,
         prefix_names=want.prefix.names,
+        num_preemptions=want.num_preemptions,
     )
 
 
@@ -62,6 +63,7 @@ def want_from_wire(message: pb.Want) -> facts.Want:
         expected_tokens=message.expected_tokens if message.HasField("expected_tokens") else None,
         cached_on=message.cached_on,
         prefix=_prefix_from_wire(message),
+        num_preemptions=message.num_preemptions,
     )
 
 
@@ -145,6 +147,7 @@ def reject_to_wire(reject: facts.Reject, term: int) -> pb.Reject:
         message=error.message,
         retry_after_s=error.retry_after_s or 0.0,
         field=error.field or "",
+        worker_id=error.worker_id,
     )
 
 
@@ -154,6 +157,7 @@ def reject_from_wire(message: pb.Reject) -> facts.Reject:
     error = kind(
         message.message,
         stage="placement",
+        worker_id=message.worker_id,
         field=message.field or None,
         retry_after_s=message.retry_after_s or None,
     )

@@ -68,6 +68,8 @@ class Want:
     """Incarnation whose prefix cache has the prompt: another choice was prefilled there."""
     prefix: PromptPrefix = NO_PREFIX
     """Names of the prompt's beginnings: who has them need not compute them."""
+    num_preemptions: int = 0
+    """So far: at the bound it starts only with blocks for all that may come."""
 
 
 # ---- control plane -> router
@@ -217,7 +219,8 @@ class WorkerReport:
     counters: Mapping[str, float] = field(default_factory=dict)
     """Monotonic counters of this incarnation, named as in /metrics."""
     takable_blocks: tuple[int, ...] = ()
-    """By tier, from the lowest: blocks that its sequences would give up for a higher one."""
+    """By tier, from the lowest: blocks that its sequences would give up for a higher one, and its
+    exports and imports that wait."""
     firm_grants: tuple[str, ...] = ()
     """Of those held: grants whose sequences give way to nobody, whatever their tier."""
     is_draining: bool = False

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from cluster.control.decisions import SendGrant
 from cluster.control.facts import Grant, Placed
-from cluster.control.ledger import GrantRecord
+from cluster.control.ledger import NOTHING_COUNTED, Counted, GrantRecord
 from cluster.control.local_prefill import Why
 from cluster.control.worker_entry import Charge
 
@@ -51,11 +51,11 @@ class Granter:
         self._orders = itertools.count(1)
 
     def grant(
-        self, waiting: Waiting, choice: Choice, now: float, counted_tokens: float = 0.0
+        self, waiting: Waiting, choice: Choice, now: float, counted: Counted = NOTHING_COUNTED
     ) -> SendGrant:
         """Charge the workers of a choice and say so.
 
-        ``counted_tokens``: output tokens that were counted as its tenant's already.
+        ``counted``: what was counted as its tenant's already.
         """
         want, route, order = waiting.want, choice.route, next(self._orders)
         grant_id = f"{self._term:x}-{order}"
@@ -79,7 +79,8 @@ class Granter:
             pools=route.pools,
             transfer_bytes=self._costs.transfer_bytes(route, want),
             tenant=want.tenant,
-            counted_tokens=counted_tokens,
+            tier=waiting.ticket.tier,
+            counted=counted,
             export_grant_id=want.export.grant_id if want.export is not None else "",
         )
         self._ledger.add_grant(record, order, now)

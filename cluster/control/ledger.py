@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from cluster.config import Role
 from cluster.control.admission import block_bytes
@@ -30,6 +30,16 @@ _MAX_REMEMBERED = 1024
 _PREFILLED = "prefilled_tokens"
 
 
+class Counted(NamedTuple):
+    """Tokens of one request that count as served."""
+
+    prompt_tokens: int
+    output_tokens: float
+
+
+NOTHING_COUNTED = Counted(0, 0.0)
+
+
 @dataclass(slots=True, kw_only=True)
 class GrantRecord:
     """A grant that its router is not through with."""
@@ -44,8 +54,10 @@ class GrantRecord:
     export_grant_id: str = ""
     """The grant of the PREFILL leg whose export this one passes on; its worker is not charged."""
     tenant: str = ""
-    counted_tokens: float = 0.0
-    """Output tokens that were counted as its tenant's when it was granted."""
+    tier: int = 0
+    """In which its tenant is served."""
+    counted: Counted = NOTHING_COUNTED
+    """As its tenant's, when it was granted."""
     is_in_flight: bool = False
     """Whether ``transfer_bytes`` still count on the link of its pair."""
     is_taken_back: bool = False
@@ -221,6 +233,12 @@ class Ledger:
         for entry in self._entries_of(record):
             entry.drop_unseen(grant_id)
         self._end_transfer(record)
+
+    def has_begun(self, record: GrantRecord) -> bool:
+        """Whether its prompt has had blocks, or may have had some, where it is to be computed."""
+        prefill, decode = record.pair
+        entry = self.workers.get(prefill or decode)
+        return entry is None or not entry.is_pending(record.grant.grant_id)
 
     def mark_done(self, record: GrantRecord, now: float) -> None:
         """Remember since when the legs that are still reported should be gone."""

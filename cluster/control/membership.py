@@ -174,25 +174,31 @@ class Membership:
     def unseen(self, now: float) -> TakenBack:
         """Take back the legs that workers have not reported in time; routers hear of lost ones."""
         taken = self._ledger.take_back_unseen(now - self._settings.unseen_grant_s)
-        decisions: list[Decision] = []
+        missing: dict[str, WorkerEntry] = {}
         for entry, grant_id in taken:
             logger.warning("grant=%s worker=%s taken back: not reported", grant_id, entry.worker_id)
-            decisions += self._lost_start(entry, grant_id)
+            # A worker that is silent may have the leg.
+            if entry.health is Health.ALIVE:
+                missing[grant_id] = self._missed_first(grant_id, missing.get(grant_id), entry)
+        decisions = [each for item in missing.items() for each in self._lost_start(*item)]
         return TakenBack(num_legs=len(taken), decisions=decisions)
 
-    def _lost_start(self, entry: WorkerEntry, grant_id: str) -> list[Decision]:
-        """Tell the router of a leg that a living worker was to compute and has never heard of.
-
-        A worker that is silent may have it. KV that finds no decode leg looks for another by
-        itself.
-        """
+    def _missed_first(
+        self, grant_id: str, known: WorkerEntry | None, entry: WorkerEntry
+    ) -> WorkerEntry:
+        """Of two workers that miss a grant's legs, return the one that was to compute."""
         record = self._ledger.grants.get(grant_id)
-        if record is None or entry.health is not Health.ALIVE:
+        computes = record is not None and entry.worker_id == record.pair[0]
+        return entry if known is None or computes else known
+
+    def _lost_start(self, grant_id: str, entry: WorkerEntry) -> list[Decision]:
+        """Tell the router of a leg that a living worker has never heard of."""
+        record = self._ledger.grants.get(grant_id)
+        if record is None:
             return []
-        computing = record.grant.prefill or record.grant.decode
-        if computing is None or computing.worker_id != entry.worker_id:
-            return []
-        error = WorkerLost("the worker never had the leg", stage="placement")
+        error = WorkerLost(
+            "the worker never had the leg", stage="placement", worker_id=entry.worker_id
+        )
         request_id, attempt = record.key
         reject = Reject(request_id=request_id, attempt=attempt, error=error)
         return [SendReject(router_id=record.router_id, reject=reject)]

@@ -72,6 +72,7 @@ class NeedsRule:
         can_grow = config.scheduling.preemption is not Preemption.OFF
         self._kinds: dict[Hashable, int] = {}
         self._growth_tokens = growth_tokens if can_grow else 1 << 62
+        self._max_preemptions = config.scheduling.max_preemptions
         self._tiers = Tiers.of(config.scheduling) if takes_from_below(config) else None
 
     def needs(self, want: Want) -> Needs:
@@ -109,7 +110,8 @@ class NeedsRule:
     def decode_tokens(self, want: Want) -> int:
         """Return what is counted for it on whoever decodes."""
         most = want.num_prompt_tokens + self._growth_tokens
-        return self._round(min(kv_tokens(want), most))
+        needs_all = want.num_preemptions >= self._max_preemptions
+        return self._round(kv_tokens(want) if needs_all else min(kv_tokens(want), most))
 
     def group(self, want: Want, needs: Needs) -> Hashable:
         """Return its group; a want that avoids workers is alone in its own."""

@@ -155,8 +155,11 @@ class Planner:
         return None if record.grant.grant_id == want.export.grant_id else record
 
     def cancel_want(self, request_id: str, attempt: int, now: float) -> list[Decision]:
-        """Forget a want; a grant that has crossed comes back as ``done``."""
-        self._queue.remove((request_id, attempt))
+        """Forget a want that has had no answer, and a grant that crosses this or was lost."""
+        key = (request_id, attempt)
+        record = self._ledger.grant_for(key)
+        if self._queue.remove(key) is None and record is not None:
+            return self.done(record.grant.grant_id, 0, now)
         return self._place(now)
 
     def done(self, grant_id: str, num_output_tokens: int, now: float) -> list[Decision]:
@@ -165,7 +168,7 @@ class Planner:
         if record is None:
             return []
         self._costs.note_output(num_output_tokens)
-        self._queue.done(record, num_output_tokens)
+        self._queue.done(record, num_output_tokens, has_begun=self._ledger.has_begun(record))
         self._ledger.mark_done(record, now)
         self._ledger.remove_grant(record)
         return self._place(now)
@@ -299,9 +302,9 @@ class Planner:
             )
             if isinstance(outcome, Choice):
                 self._queue.remove(waiting.key)
-                counted_tokens = self._queue.granted(waiting.want)
+                counted = self._queue.granted(waiting)
                 self._entrance.pace.granted(now, has_waited=now > waiting.entered)
-                decisions.append(self._granter.grant(waiting, outcome, now, counted_tokens))
+                decisions.append(self._granter.grant(waiting, outcome, now, counted))
                 blocked.look_again()
                 if blocked.is_hopeless():
                     break

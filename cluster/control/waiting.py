@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import Counter
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from cluster.config import Policy
 from cluster.control.facts import Want
+from cluster.control.ledger import NOTHING_COUNTED, Counted
 from cluster.control.needs import Kind, Needs
 from cluster.policy.order import Ahead, Ordering, Ticket
 from cluster.policy.queue import PolicyQueue, Sieve, Walk
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 
 K = TypeVar("K", bound="Hashable")
+
+_MAX_REMEMBERED = 4096
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,6 +71,8 @@ class WaitingQueue:
         self._ahead_of = Ahead.OF_TIER if rule.tiers_take else Ahead.OF_ALL
         self._queue: PolicyQueue[Waiting] = PolicyQueue(self._ordering, self._has_aged)
         self._outputs = OutputEstimates()
+        self._taken_back: OrderedDict[str, None] = OrderedDict()
+        """Requests whose count was taken back lately: it is made anew if they come again."""
         self._deadlines: list[tuple[float, int, WantKey]] = []
         self._orders = itertools.count()
         self._prefills: dict[Kind, Counter[int]] = {}
@@ -240,19 +245,34 @@ class WaitingQueue:
             want.tenant, max_tokens=want.max_tokens, hint=want.expected_tokens
         )
 
-    def granted(self, want: Want) -> float:
-        """Count a want as served; returns the output tokens that were counted with it."""
-        if not self._ordering.is_fair or want.attempt > 0 or want.export is not None:
-            return 0.0
-        expected = self.expected_output(want)
-        self._queue.tenants.charge(want.tenant, want.num_prompt_tokens + expected)
-        return expected
+    def granted(self, waiting: Waiting) -> Counted:
+        """Count a want as served; returns what was counted."""
+        want, tier = waiting.want, waiting.ticket.tier
+        if not self._ordering.is_fair or want.export is not None:
+            return NOTHING_COUNTED
+        # A later attempt was counted with the first, unless that had not come to anything.
+        if want.attempt > 0 and want.request_id not in self._taken_back:
+            return NOTHING_COUNTED
+        self._taken_back.pop(want.request_id, None)
+        counted = Counted(want.num_prompt_tokens, self.expected_output(want))
+        self._queue.tenants(tier).charge(want.tenant, sum(counted))
+        return counted
 
-    def done(self, record: GrantRecord, num_output_tokens: int) -> None:
-        """Learn how long an output was, and count what it had more or less than expected."""
+    def done(self, record: GrantRecord, num_output_tokens: int, *, has_begun: bool) -> None:
+        """Learn how long an output was, and count what it had more or less than expected.
+
+        A prompt of which nothing has begun to be computed is not counted any more.
+        """
         self._outputs.note(record.tenant, num_output_tokens)
-        if self._ordering.is_fair:
-            self._queue.tenants.charge(record.tenant, num_output_tokens - record.counted_tokens)
+        if not self._ordering.is_fair:
+            return
+        num_more = num_output_tokens - record.counted.output_tokens
+        if record.counted.prompt_tokens and not (has_begun or num_output_tokens):
+            num_more -= record.counted.prompt_tokens
+            self._taken_back[record.grant.request_id] = None
+            if len(self._taken_back) > _MAX_REMEMBERED:
+                self._taken_back.popitem(last=False)
+        self._queue.tenants(record.tier).charge(record.tenant, num_more)
 
     def _has_aged(self, waiting: Waiting) -> None:
         _count_in(self._standings, waiting.standing, -1)

@@ -13,10 +13,10 @@ its offer, a prompt for its first step). The maximum is because the others may s
 what they were charged, and may later hold more. Cached blocks are not in use, fenced ones are.
 
 Where higher tiers take from lower ones, a request of a higher tier finds less of this in use
-(``taken``): nothing that legs of lower tiers were charged, and no blocks that the worker says their
-sequences would give up. Legs that keep what they have (*firm*: the report says so, or they had aged
-when they were granted), and those of unknown grants, count for all. A leg that takes from another
-is charged as every leg is, so nobody is counted on twice.
+(``taken``): nothing that legs of lower tiers were charged, and no blocks that the worker says these
+would give up, in its engine or outside it. Legs that keep what they have (*firm*: the report says
+so, or they had aged when they were granted), and those of unknown grants, count for all. A leg that
+takes from another is charged as every leg is, so nobody is counted on twice.
 """
 
 from __future__ import annotations
@@ -221,6 +221,11 @@ class WorkerEntry:
         self._unreserved, self._firm = unreserved, firm
         self._recount({*ended, *seen, *others})
         return ended
+
+    def is_pending(self, grant_id: str) -> bool:
+        """Whether its leg is unseen or unreserved: nothing of it is computed yet."""
+        leg = self._counted.get(grant_id)
+        return leg is not None and leg.is_pending
 
     def restore(self, grant_id: str, charge: Charge) -> None:
         """Charge a leg again that was taken back before a report listed it after all."""

@@ -69,7 +69,7 @@ class WaitingLine:
     def served(self, sequence: Sequence, num_tokens: int) -> None:
         """Count tokens as its tenant's."""
         if self._queue.ordering.is_fair:
-            self._queue.tenants.charge(sequence.tenant, num_tokens)
+            self._queue.tenants(sequence.tier).charge(sequence.tenant, num_tokens)
 
     def ended(self, sequence: Sequence, reason: FinishReason | None) -> None:
         """Learn how long the outputs of its tenant are, from those that end well.

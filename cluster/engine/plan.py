@@ -10,6 +10,7 @@ from cluster.errors import PdserveError
 from cluster.request import (
     FinishReason,
     LegKey,
+    Preempted,
     PromptLogprobs,
     SamplingParams,
     Token,
@@ -126,6 +127,33 @@ class StepEvents:
     """Of those that will hand their KV over: tokens computed so far, where a step added some."""
     stored: tuple[LegKey, ...] = ()
     """Those of which a running step has stored more layers; told alone, amid the step."""
+    preempted: tuple[Preempted, ...] = ()
     tokens: tuple[Token, ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     ends: tuple[SequenceEnd, ...] = ()
+
+
+@dataclass(slots=True)
+class StepNews:
+    """What has happened since it was last taken."""
+
+    started: list[LegKey] = field(default_factory=list)
+    computed: list[tuple[LegKey, int]] = field(default_factory=list)
+    preempted: list[Preempted] = field(default_factory=list)
+    tokens: list[Token] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    ends: list[SequenceEnd] = field(default_factory=list)
+
+    def take(self) -> StepEvents:
+        """Return it, and begin anew."""
+        events = StepEvents(
+            started=tuple(self.started),
+            computed=tuple(self.computed),
+            preempted=tuple(self.preempted),
+            tokens=tuple(self.tokens),
+            prompt_logprobs=tuple(self.prompt_logprobs),
+            ends=tuple(self.ends),
+        )
+        self.started, self.computed, self.preempted = [], [], []
+        self.tokens, self.prompt_logprobs, self.ends = [], [], []
+        return events

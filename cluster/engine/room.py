@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from cluster.engine.finish import Limits
 from cluster.engine.prefix_reuse import PrefixReuse
 from cluster.engine.rules import Rules
-from cluster.kv.block_pool import BlockPool, Demand
+from cluster.kv.block_pool import BlockPool
+from cluster.kv.outside import Demand
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -49,7 +50,12 @@ class Room:
     def needs_all(self, sequence: Sequence) -> bool:
         """Whether it starts only with blocks for all that may come, since nobody will give it any
         later, or it will never give up any."""
-        return not self.rules.preempts or sequence.num_preemptions >= self.rules.max_preemptions
+        return self.rules.needs_all(sequence.num_preemptions_in_all)
+
+    def brings_blocks(self, sequence: Sequence) -> bool:
+        """Whether it lacks a slot only: it has imported KV, and what it needs beside it."""
+        is_enough = not self.needs_all(sequence) or self.short_to_start(sequence) <= 0
+        return bool(sequence.block_ids) and is_enough
 
     def cover(self, sequence: Sequence, num_spare: int) -> bool:
         """Give it the blocks it needs to start, if ``num_spare`` are left free after that.

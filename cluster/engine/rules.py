@@ -27,7 +27,8 @@ class Rules:
     preempts: bool = True
     """Otherwise each sequence starts with room for all that may come."""
     max_preemptions: int = 3
-    """Of one sequence; after these it starts again only with room for all that may come."""
+    """Of one choice, on all its workers; after these it starts only with room for all that may
+    come."""
 
     @classmethod
     def of(cls, scheduling: SchedulingConfig, pool: PoolConfig) -> Rules:
@@ -46,6 +47,11 @@ class Rules:
     def takes_from_below(self) -> bool:
         """Whether a sequence may take the slot or the blocks of one of a lower tier."""
         return tiers_take(self.ordering.policy, self.batching, preempts=self.preempts)
+
+    def needs_all(self, num_preemptions: int) -> bool:
+        """Whether a choice that was preempted so often starts only with blocks for all that may
+        come: nobody will give it any later, or it gives up none any more."""
+        return not self.preempts or num_preemptions >= self.max_preemptions
 
     def taking_tier(self, name: str, arrived: float, now: float) -> int:
         """Return how high an import stands that arrived then, where tiers take from lower ones:

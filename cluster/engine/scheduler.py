@@ -16,8 +16,9 @@ One rule serves prefill, chunks, decode, recompute and resumed work: a sequence 
    none that arrived more than ``aging_s`` after it, and by none at all once it was preempted, for
    its client waits in mid-stream. Sequences that bring their blocks (imported KV) need a slot
    only and are never held up by one that waits for blocks. A sequence that finds no slot or no
-   blocks takes them from lower tiers that haven't aged (``victims``), the youngest first. So does
-   an import that waits for blocks (``BlockPool.ask``), before all this; they leave them to it.
+   blocks takes them from lower tiers that haven't aged (``victims``), the youngest first, also
+   outside the engine. So does an import that waits for blocks (``BlockPool.ask``), before all
+   this; they leave them to it.
 4. Where KV is to be swapped, the copies are a plan of their own, and all begins anew after it.
 5. The step's tokens are shared out (``shares``): decodes first, then prompts, the most senior
    first, or by work the one with the least left: the prompt of a higher tier before a lower one's,
@@ -37,7 +38,7 @@ from typing import TYPE_CHECKING
 from cluster.config import Policy
 from cluster.engine import finish
 from cluster.engine.line import WaitingLine, in_turn, seniority
-from cluster.engine.plan import Outcome, Plan, Scheduled, SequenceEnd, StepEvents
+from cluster.engine.plan import Outcome, Plan, Scheduled, StepEvents, StepNews
 from cluster.engine.prefix_reuse import PrefixReuse
 from cluster.engine.room import Room
 from cluster.engine.rules import Rules
@@ -45,12 +46,13 @@ from cluster.engine.sequence import Sequence, SequenceState
 from cluster.engine.shares import StepShares
 from cluster.engine.swapping import Swapping
 from cluster.engine.victims import Holdings, Victims
-from cluster.request import FinishReason, LegKey, PromptLogprobs, Token
+from cluster.request import FinishReason, LegKey, Preempted, Token
 
 if TYPE_CHECKING:
     from cluster.engine.victims import Giver
     from cluster.errors import PdserveError
-    from cluster.kv.block_pool import BlockPool, Demand
+    from cluster.kv.block_pool import BlockPool
+    from cluster.kv.outside import Demand
 
 _NO_BOUND = float("inf")
 
@@ -101,11 +103,7 @@ class StepScheduler:
         self._waiting = WaitingLine(self._rules.ordering)
         self._running: list[Sequence] = []  # most senior first
         self._planned: dict[LegKey, Sequence] = {}
-        self._started: list[LegKey] = []
-        self._computed: list[tuple[LegKey, int]] = []
-        self._tokens: list[Token] = []
-        self._prompt_logprobs: list[PromptLogprobs] = []
-        self._ends: list[SequenceEnd] = []
+        self._news = StepNews()
 
     @property
     def num_running(self) -> int:
@@ -211,6 +209,7 @@ class StepScheduler:
             self._admit(now)
             self._grow_all(self._victims.without_slot, now)
         self._room.set_aside(self._running, self._waiting.first_preempted(), now)
+        self._victims.outsiders.ask()
         swaps = self._swapping.take()
         if swaps is not None:
             return Plan((), swaps)
@@ -222,7 +221,7 @@ class StepScheduler:
         for sequence in self._planned.values():
             if sequence.started_at is None:
                 sequence.started_at = now
-                self._started.append(sequence.key)
+                self._news.started.append(sequence.key)
         return Plan(shares)
 
     def commit(self, plan: Plan, outcome: Outcome, now: float) -> StepEvents:
@@ -240,16 +239,7 @@ class StepScheduler:
 
     def take_events(self) -> StepEvents:
         """Return what happened since the last call of this or ``commit``."""
-        events = StepEvents(
-            started=tuple(self._started),
-            computed=tuple(self._computed),
-            tokens=tuple(self._tokens),
-            prompt_logprobs=tuple(self._prompt_logprobs),
-            ends=tuple(self._ends),
-        )
-        self._started, self._computed, self._tokens, self._ends = [], [], [], []
-        self._prompt_logprobs = []
-        return events
+        return self._news.take()
 
     def _grow_all(self, giver: Giver, now: float) -> None:
         for sequence in list(self._running):
@@ -266,6 +256,8 @@ class StepScheduler:
             if self.pool.num_free >= num_short:
                 return  # they are promised to an import, which has them soon or asks no more
             other = giver(sequence, self._live.values(), now)
+            if self._victims.gives_outside(sequence, other, num_short, now):
+                return  # and has them with one of the next plans
             if other is None or self._preempt(other):
                 return  # with the next plan it may have the blocks that are copied out by this one
             block_ids = self.pool.take_over(other.key, num_short, sequence.key)
@@ -284,6 +276,7 @@ class StepScheduler:
         sequence.num_computed_tokens = sequence.num_named = 0
         sequence.num_preemptions += 1
         self.num_preemptions += 1
+        self._news.preempted.append(Preempted(sequence.key, sequence.num_preemptions_in_all))
         self._waiting.add(sequence)
         return is_kept
 
@@ -296,7 +289,7 @@ class StepScheduler:
         for sequence in self._waiting.walk(now):
             if self._swapping.is_leaving:
                 break  # room is on its way, for the one before
-            brings_blocks = bool(sequence.block_ids) and not self._room.needs_all(sequence)
+            brings_blocks = self._room.brings_blocks(sequence)
             if sequence.arrived > (
                 slots_until if brings_blocks else min(slots_until, blocks_until)
             ):
@@ -319,7 +312,9 @@ class StepScheduler:
                 and self._room.cover(sequence, num_spare)
             )
             if not (brings_blocks or has_blocks):
-                blocks_until = min(blocks_until, self._waiting.passable_until(sequence))
+                until = self._waiting.passable_until(sequence)
+                is_coming = self._victims.outsiders.are_chosen
+                blocks_until = min(blocks_until, -_NO_BOUND if is_coming else until)
                 continue
             num_open -= 1
             num_growing += growth
@@ -353,13 +348,13 @@ class StepScheduler:
         if sequence.stored is not None:
             sequence.stored.clear()
         if sequence.hands_over_at is not None:
-            self._computed.append((share.key, end))
+            self._news.computed.append((share.key, end))
         self._prefix.register(sequence, share.start)
         sequence.num_steps += 1
         sequence.num_worked_tokens += len(share.token_ids)
         self.num_prefilled_tokens += sequence.prefilled_to(end)
         if share.needs is not None and share.needs.scored_ids:
-            self._prompt_logprobs.extend(outcome.prompt_logprobs[share.key])
+            self._news.prompt_logprobs.extend(outcome.prompt_logprobs[share.key])
             sequence.num_scored_tokens = share.needs.scored_from + len(share.needs.scored_ids)
         if share.is_sampled:
             token_id = outcome.sampled[share.key]
@@ -367,7 +362,7 @@ class StepScheduler:
             self.num_generated_tokens += 1
             self._waiting.served(sequence, 1)
             logprobs = outcome.logprobs.get(share.key)
-            self._tokens.append(Token(share.key, share.output_index, token_id, logprobs))
+            self._news.tokens.append(Token(share.key, share.output_index, token_id, logprobs))
         elif sequence.params.max_tokens:
             return
         reason = self._limits.finish_reason(sequence)
@@ -397,4 +392,4 @@ class StepScheduler:
         if reason is not None or error is not None:
             self.pool.release(sequence.key)
         sequence.block_ids = []
-        self._ends.append(finish.end_of(sequence, now, reason, error))
+        self._news.ends.append(finish.end_of(sequence, now, reason, error))

@@ -108,11 +108,19 @@ class Sequence:
     """Prompt tokens whose log-probabilities were told, or are another worker's to tell; computing
     them again after a preemption doesn't tell them again."""
     num_preemptions: int = 0
+    """Here."""
+    num_preemptions_before: int = 0
+    """Of its choice on other workers, and in other attempts."""
 
     @property
     def entered(self) -> float:
         """Instant at which it came to this engine."""
         return self.arrived + self.waited_s
+
+    @property
+    def num_preemptions_in_all(self) -> int:
+        """How often its choice was preempted on all its ways, which is bounded."""
+        return self.num_preemptions_before + self.num_preemptions
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -1,32 +1,36 @@
 """Who gives up its blocks, and perhaps its slot, when another may take them.
 
 Low tiers give way before high ones, and in a tier the youngest first, by when their routers took
-them. To one that runs and must grow those that wait with imported KV give before those that run in
-their tier, and those who have aged last, whatever their tier; to higher tiers these give nothing.
-One that has been preempted ``max_preemptions`` times holds all the blocks it may ever need when it
-runs again, and is left alone.
+them, whether they are in the engine or hold blocks outside it (``outsiders``). To one that runs and
+must grow those that wait with imported KV give before those that run in their tier, and those who
+have aged last, whatever their tier; to higher tiers these give nothing.
+One whose choice was preempted ``max_preemptions`` times, here and elsewhere, holds all the blocks
+it may ever need when it runs again, and is left alone.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from cluster.engine.sequence import SequenceState
-from cluster.kv.block_pool import BlockPool
+from cluster.engine.outsiders import Outsiders
+from cluster.engine.sequence import Sequence, SequenceState
+from cluster.kv.block_pool import BlockPool, Holder
+from cluster.kv.outside import Demand, Outsider
 from cluster.policy.order import Ordering
 from cluster.request import LegKey
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
     from cluster.engine.rules import Rules
-    from cluster.engine.sequence import Sequence
 
     Giver = Callable[[Sequence, Iterable[Sequence], float], Sequence | None]
     """Chooses who gives its blocks, now, to one that runs and must grow."""
+
+_Giving = TypeVar("_Giving", Sequence, Outsider, Sequence | Outsider)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,19 +48,22 @@ class Victims:
     """Chooses among the live sequences of an engine."""
 
     pool: BlockPool
-    max_preemptions: int
+    is_spared: Callable[[int], bool]
+    """Whether one that was preempted so often gives up nothing more."""
     ordering: Ordering
     takes_from_below: bool
     """Whether higher tiers take slots and blocks of lower ones."""
+    outsiders: Outsiders
 
     @classmethod
     def of(cls, pool: BlockPool, rules: Rules) -> Victims:
         """Return how they are chosen by an engine's rules."""
         return cls(
             pool=pool,
-            max_preemptions=rules.max_preemptions if rules.preempts else 0,
+            is_spared=rules.needs_all,
             ordering=rules.ordering,
             takes_from_below=rules.takes_from_below,
+            outsiders=Outsiders(pool, rules),
         )
 
     def junior_to(
@@ -83,20 +90,21 @@ class Victims:
         """Return whose blocks, and at least one slot if it ``needs_slot``, make room for what a
         higher ``tier`` lacks; nobody where all of theirs would not be enough.
 
-        Those who have aged keep what they have, as they go before higher tiers in the queue.
+        Nor anybody yet where some are outside the engine: these are asked first. Those who have
+        aged keep what they have, as they go before higher tiers in the queue.
         """
         if not self.takes_from_below:
             return []
-        lower = [
+        lower: list[Sequence | Outsider] = [
             other
             for other in self._holders(live)
             if other.tier < tier and not self._has_aged(other, now)
         ]
-        if sum(len(other.block_ids) for other in lower) < num_blocks:
-            return []
+        if num_blocks > 0:
+            lower += self.outsiders.below(tier, now)
         lower.sort(key=lambda other: (other.tier, -other.arrived, -other.order))
         if needs_slot:
-            runs = (other for other in lower if other.state is SequenceState.RUNNING)
+            runs = (other for other in lower if _runs(other))
             first = next(runs, None)
             if first is None:
                 return []
@@ -104,11 +112,26 @@ class Victims:
             lower.insert(0, first)
         elif num_blocks <= 0:
             return []
-        num_freed = itertools.accumulate(freed_in_turn(self.pool, (s.key for s in lower)))
-        for number, count in enumerate(num_freed, start=1):
-            if count >= num_blocks:
-                return lower[:number]
-        return []
+        chosen = _enough(self.pool, lower, num_blocks)
+        outside = [other for other in chosen if isinstance(other, Outsider)]
+        if outside:
+            needed = Demand(num_blocks=self.pool.num_free + num_blocks, tier=tier)
+            self.outsiders.choose(outside, needed)
+            return []
+        return [other for other in chosen if isinstance(other, Sequence)]
+
+    def gives_outside(
+        self, sequence: Sequence, other: Sequence | None, num_blocks: int, now: float
+    ) -> bool:
+        """Have those outside the engine asked, rather than ``other``, for what ``sequence`` lacks,
+        which runs and must grow; whether they are of a tier below both, and have enough."""
+        tier = sequence.tier if other is None else min(sequence.tier, other.tier)
+        lower = sorted(self.outsiders.below(tier, now), key=lambda o: (o.tier, -o.arrived))
+        num_lacking = num_blocks - self.pool.num_free
+        chosen = _enough(self.pool, lower, num_lacking) if num_lacking > 0 else []
+        if chosen:
+            self.outsiders.choose(chosen, Demand(num_blocks=num_blocks, tier=sequence.tier))
+        return bool(chosen)
 
     def holdings(self, live: Collection[Sequence], now: float) -> Holdings:
         """Return who would give way; nobody where tiers take nothing from one another."""
@@ -120,9 +143,9 @@ class Victims:
 
     def _is_firm(self, sequence: Sequence, now: float) -> bool:
         """Whether it goes before all who come, or holds what it has since it gave way so often."""
-        is_spared = sequence.num_preemptions >= self.max_preemptions
+        holds = sequence.state is not SequenceState.WAITING or bool(sequence.block_ids)
         return self._has_aged(sequence, now) or (
-            is_spared and sequence.state is not SequenceState.WAITING
+            holds and self.is_spared(sequence.num_preemptions_in_all)
         )
 
     def _first_to_give(self, holders: Iterable[Sequence], now: float) -> Sequence | None:
@@ -135,19 +158,37 @@ class Victims:
         return [
             other
             for other in live
-            if other.block_ids and other.num_preemptions < self.max_preemptions
+            if other.block_ids and not self.is_spared(other.num_preemptions_in_all)
         ]
 
 
-def freed_in_turn(pool: BlockPool, keys: Iterable[LegKey]) -> Iterator[int]:
+def _enough(pool: BlockPool, givers: list[_Giving], num_blocks: int) -> list[_Giving]:
+    """Return the first of these, as many as are needed; nobody where all would not be enough."""
+    holders = [g.holder if isinstance(g, Outsider) else g.key for g in givers]
+    importing = [g.num_importing if isinstance(g, Outsider) else 0 for g in givers]
+    if sum(importing) + sum(len(pool.blocks_of(holder)) for holder in holders) < num_blocks:
+        return []
+    num_freed = 0
+    for number, num_own in enumerate(freed_in_turn(pool, holders)):
+        num_freed += num_own + importing[number]
+        if num_freed >= num_blocks:
+            return givers[: number + 1]
+    return []
+
+
+def _runs(giver: Sequence | Outsider) -> bool:
+    return isinstance(giver, Sequence) and giver.state is SequenceState.RUNNING
+
+
+def freed_in_turn(pool: BlockPool, holders: Iterable[Holder]) -> Iterator[int]:
     """Iterate over how many blocks become free as each of these lets go of its own, in turn.
 
     What others share with them stays with those. Whoever wants it as of one instant holds the
     pool's lock.
     """
     num_letting_go: Counter[int] = Counter()
-    for key in keys:
-        num_own, shared = pool.shares_of(key)
+    for holder in holders:
+        num_own, shared = pool.shares_of(holder)
         num_letting_go.update(shared.keys())
         yield num_own + sum(num_letting_go[block_id] == n for block_id, n in shared.items())
 

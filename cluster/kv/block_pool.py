@@ -30,6 +30,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cluster.kv.outside import Demand, Outside
 from cluster.kv.pool_audit import PoolBooks, check_books
 from cluster.request import LegKey
 
@@ -54,14 +55,6 @@ class BlockCounts:
     importing: int
     cached: int = 0
     fenced: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Demand:
-    """What a reservation of a higher tier lacks, and may have from sequences of lower ones."""
-
-    num_blocks: int
-    tier: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +90,7 @@ class BlockPool:
         self._num_set_aside = 0
         self.demand: Demand | None = None
         """What was asked for last, by ``ask``."""
+        self.outside = Outside(self.lock, self._tell)
         self._subscribers: tuple[Callable[[], None], ...] = ()
 
     @property
@@ -305,7 +299,7 @@ class BlockPool:
             self._tell()
 
     def ask(self, demand: Demand | None) -> None:
-        """Ask whoever schedules sequences to make room; replaces the last call.
+        """Ask whoever schedules sequences to make room for an import; replaces the last call.
 
         Subscribers are told of it as of free blocks. One of tier 0 is none: nobody is below it.
         """

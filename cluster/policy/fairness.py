@@ -1,4 +1,4 @@
-"""Fair shares of tokens between tenants: virtual token counters.
+"""Fair shares of a tier's tokens between tenants: virtual token counters.
 
 After Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024): each tenant has a
 counter of the tokens it was served, the waiting tenant with the lowest one is next, and a tenant
@@ -17,7 +17,7 @@ _MAX_TENANTS = 65_536
 
 
 class TenantCounters:
-    """The counters, and how many requests of each tenant wait."""
+    """The counters of one tier, and how many requests of each tenant wait in it."""
 
     def __init__(self) -> None:
         self._counters: dict[str, float] = {}

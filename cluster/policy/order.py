@@ -1,12 +1,13 @@
 """What a waiting request's place depends on, and the places that the policies give.
 
-    level:  ahead of all | highest tier, and all who have aged | ... | lowest tier,
-            before each tier those who are ahead of it
-    inside: the tenant with the lowest counter (where shares are fair)
-    inside: ahead in its tier | aged, oldest first | by expected work (sjf), or oldest first
+    level:  ahead of all | highest tier | ... | lowest tier; before each those who are ahead of it
+    inside: the tenant with the lowest counter of its tier (where shares are fair)
+    inside: aged, oldest first | ahead in its tier | by expected work (sjf), or oldest first
 
-``fcfs`` and ``sjf`` have one tier. A request ages when it has waited ``aging_s``: so nobody who is
-younger by more than that overtakes it; between tenants with fair shares, nobody but in his turn.
+``fcfs`` and ``sjf`` have one tier, and in the highest one those who are ahead go before the aged. A
+request ages when it has waited ``aging_s``: the turn of its tier comes then before those of all
+others, the oldest one's first. So nobody who is younger by more than that overtakes it; where
+tenants have fair shares nobody of its tenant, and others of its tier in their turns.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from cluster.config import SchedulingConfig
 
 Place = tuple[int, float, float, int]
-"""Where in its line: (ahead, aged or neither; work; arrival; order)."""
+"""Where in its line: (rank, below; work; arrival; order)."""
+_AHEAD_AND_EARLY, _EARLY, _AHEAD, _OTHERS = range(4)
 
 
 class Ahead(enum.Enum):
@@ -89,20 +91,24 @@ class Ordering:
 
         Even ones are the tiers', and each odd one is of those who are ahead of the next tier.
         """
-        if ticket.ahead is Ahead.OF_ALL:
+        if ticket.ahead is Ahead.OF_ALL or (ticket.ahead is Ahead.OF_TIER and is_aged):
             return -1
-        has_tier = self.policy is Policy.PRIORITY and not is_aged
-        num_above = self.num_tiers - 1 - ticket.tier if has_tier else 0
-        return 2 * num_above - (ticket.ahead is Ahead.OF_TIER)
+        return self.level_of(ticket.tier) - (ticket.ahead is Ahead.OF_TIER)
+
+    def level_of(self, tier: int) -> int:
+        """Return the level of a tier."""
+        return 2 * (self.num_tiers - 1 - tier) if self.policy is Policy.PRIORITY else 0
 
     def place(self, ticket: Ticket, *, is_aged: bool) -> Place:
         """Return its place in its line."""
         if ticket.ahead is not Ahead.NO:
-            return (0, 0.0, ticket.arrived, ticket.order)
+            is_early = is_aged or self.level_of(ticket.tier) == 0
+            rank = _AHEAD_AND_EARLY if is_early else _AHEAD
+            return (rank, 0.0, ticket.arrived, ticket.order)
         if is_aged:
-            return (1, 0.0, ticket.arrived, ticket.order)
+            return (_EARLY, 0.0, ticket.arrived, ticket.order)
         work = ticket.work if self.policy is Policy.SJF else 0.0
-        return (2, work, ticket.arrived, ticket.order)
+        return (_OTHERS, work, ticket.arrived, ticket.order)
 
     def standing(self, *, tier: int, work: float, is_aged: bool = False) -> int:
         """Return a rough place: who has a lower one goes first, who has the same may."""
@@ -126,3 +132,8 @@ class Ordering:
         if not may_pass:
             return float("-inf")
         return ticket.arrived + self.aging_s
+
+
+def is_early(place: Place) -> bool:
+    """Whether the turn of its tier comes before those of all tiers."""
+    return place[0] <= _EARLY

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from cluster.policy.fairness import TenantCounters
-from cluster.policy.order import Ordering, Place, Ticket
+from cluster.policy.order import Ordering, Place, Ticket, is_early
 
 T = TypeVar("T")
 Head = tuple[Place, int, Hashable]
@@ -31,6 +32,7 @@ class _Entry(Generic[T]):
     ticket: Ticket
     level: int
     place: Place
+    has_gone: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -72,10 +74,12 @@ class PolicyQueue(Generic[T]):
         """``on_aged`` is called with whoever goes before all younger ones from now on."""
         self.ordering = ordering
         self._on_aged = on_aged
-        self.tenants = TenantCounters()
+        self._tenants: defaultdict[int, TenantCounters] = defaultdict(TenantCounters)
+        """By level."""
         self._entries: dict[Hashable, _Entry[T]] = {}
         self._levels: dict[int, dict[str, _Lines[T]]] = {}
         self._aging: list[tuple[float, int, Hashable]] = []
+        self._num_early = 0
 
     def __len__(self) -> int:
         """Return how many wait."""
@@ -111,9 +115,9 @@ class PolicyQueue(Generic[T]):
             ordering.place(ticket, is_aged=False),
         )
         self._entries[name] = entry
-        self._lines(entry).add(entry)
+        self._put_in(entry)
         if ordering.is_fair:
-            self.tenants.enters(ticket.tenant)
+            self.tenants(ticket.tier).enters(ticket.tenant)
         if ordering.has_aging:
             heapq.heappush(self._aging, (ticket.arrived + ordering.aging_s, ticket.order, name))
 
@@ -123,12 +127,17 @@ class PolicyQueue(Generic[T]):
         if entry is None:
             return None
         self._take_out(entry)
+        entry.has_gone = True
         if self.ordering.is_fair:
-            self.tenants.leaves(entry.ticket.tenant)
+            self.tenants(entry.ticket.tier).leaves(entry.ticket.tenant)
         if len(self._aging) > 64 + 2 * len(self._entries):
             self._aging = [due for due in self._aging if due[2] in self._entries]
             heapq.heapify(self._aging)
         return entry.item
+
+    def tenants(self, tier: int) -> TenantCounters:
+        """Return what tenants were served in a tier."""
+        return self._tenants[self.ordering.level_of(tier)]
 
     def walk(self, now: float, sieve: Sieve[T] | None = None) -> Walk[T]:
         """Begin a walk in order; only what it returned last may be taken out meanwhile.
@@ -136,7 +145,7 @@ class PolicyQueue(Generic[T]):
         With a ``sieve`` it leaves out groups, and tells of them.
         """
         self.age(now)
-        return Walk(self._levels, self.tenants, self.ordering, sieve)
+        return Walk(self._levels, self._tenants, sieve, has_early=self._num_early > 0)
 
     def in_order(self, now: float) -> list[T]:
         """Return all of them in order."""
@@ -152,14 +161,16 @@ class PolicyQueue(Generic[T]):
                 self._take_out(entry)
                 entry.level = self.ordering.level(entry.ticket, is_aged=True)
                 entry.place = self.ordering.place(entry.ticket, is_aged=True)
-                self._lines(entry).add(entry)
+                self._put_in(entry)
                 self._on_aged(entry.item)
 
-    def _lines(self, entry: _Entry[T]) -> _Lines[T]:
+    def _put_in(self, entry: _Entry[T]) -> None:
+        self._num_early += is_early(entry.place)
         level = self._levels.setdefault(entry.level, {})
-        return level.setdefault(self.ordering.line(entry.ticket), _Lines())
+        level.setdefault(self.ordering.line(entry.ticket), _Lines()).add(entry)
 
     def _take_out(self, entry: _Entry[T]) -> None:
+        self._num_early -= is_early(entry.place)
         line = self.ordering.line(entry.ticket)
         level = self._levels[entry.level]
         level[line].remove(entry)
@@ -186,23 +197,24 @@ class Sieve(Protocol[T_contra]):
 class Walk(Generic[T]):
     """One look at a queue, in its order.
 
-    Where tenants have fair shares, an aged request goes among those of the highest tier, but takes
-    no turn of a tenant who has been served less and waits in the tier that it comes from: he goes
-    first, aged or not. Else whoever floods the queue, and therefore waits for long, would pass all
-    that are served so soon that theirs never age.
+    One that goes before all tiers, for it has aged, brings the turn of its own before theirs, and
+    waits for it. Whose turn it is the counters say, aged or not: else whoever floods a tier, and
+    therefore waits for long, would pass all that are served so soon that theirs never age.
     """
 
     def __init__(
         self,
         levels: dict[int, dict[str, _Lines[T]]],
-        tenants: TenantCounters,
-        ordering: Ordering,
+        tenants: defaultdict[int, TenantCounters],
         sieve: Sieve[T] | None = None,
+        *,
+        has_early: bool = True,
     ) -> None:
+        """Without ``has_early`` nobody goes before all tiers."""
         self._levels = levels
         self._tenants = tenants
-        self._ordering = ordering
         self._sieve = sieve
+        self._has_early = has_early
         self._closed: set[Hashable] = set()
         self._turns: dict[int, _Turns[T]] = {}
         self._steps = self._go()
@@ -221,29 +233,55 @@ class Walk(Generic[T]):
             self._closed.add(group)
 
     def _go(self) -> Iterator[T]:
-        ordering = self._ordering
-        for number in sorted(self._levels):
-            for counter, entry in self._of_level(number).take():
-                own = ordering.level(entry.ticket, is_aged=False) if ordering.is_fair else number
-                if own > number:
-                    for _, other in self._of_level(own).take(below=counter):
-                        yield from self._ahead_of(own, number)
-                        yield other.item
-                    if entry.ticket.group in self._closed:
-                        continue
-                yield entry.item
+        numbers = sorted(self._levels)
+        for number in numbers:
+            if number < 0:
+                yield from self._all_of(number)
+        if self._has_early:
+            yield from self._early()
+        for number in numbers:
+            if number >= 0:
+                yield from self._all_of(number)
 
-    def _ahead_of(self, level: int, passed: int) -> Iterator[T]:
-        """Iterate over those that hold what others need, of the tiers between two levels."""
-        for number in range(passed + 1, level, 2):
-            for _, entry in self._of_level(number).take():
-                yield entry.item
+    def _all_of(self, number: int) -> Iterator[T]:
+        turns = self._of_level(number)
+        while (entry := turns.take()) is not None:
+            yield entry.item
+
+    def _early(self) -> Iterator[T]:
+        """Iterate over the turns of the tiers in which somebody goes before all of them."""
+        # The first of each line, or where it was left out the next one: found out when it is due.
+        due = [
+            (line.heads[0][0], number, name)
+            for number, lines in self._levels.items()
+            for name, line in lines.items()
+            if number % 2 == 0 and is_early(line.heads[0][0])
+        ]
+        heapq.heapify(due)
+        while due:
+            place, number, name = due[0]
+            turns = self._of_level(number)
+            entry = turns.next_of(name)
+            if entry is None or not is_early(entry.place):
+                heapq.heappop(due)
+            elif entry.place > place:
+                heapq.heapreplace(due, (entry.place, number, name))
+            elif (other := turns.take()) is not None:
+                if not is_early(other.place):
+                    yield from self._ahead_of(number)
+                yield other.item
+
+    def _ahead_of(self, level: int) -> Iterator[T]:
+        """Iterate over those that hold what others need, of this tier and of those above it."""
+        for number in range(1, level, 2):
+            yield from self._all_of(number)
 
     def _of_level(self, number: int) -> _Turns[T]:
         turns = self._turns.get(number)
         if turns is None:
             lines = self._levels.get(number, {})
-            turns = self._turns[number] = _Turns(self._tenants, lines, self._merge)
+            turns = _Turns(self._tenants[number], lines, self._merge, self._closed)
+            self._turns[number] = turns
         return turns
 
     def _heads(self, lines: _Lines[T]) -> Iterator[Head]:
@@ -281,27 +319,40 @@ class _Turns(Generic[T]):
         tenants: TenantCounters,
         lines: dict[str, _Lines[T]],
         merge: Callable[[_Lines[T]], Iterator[_Entry[T]]],
+        closed: Collection[Hashable],
     ) -> None:
         self._tenants = tenants
         self._lines = dict(lines)
         self._merge = merge
+        self._closed = closed
         self._merged: dict[str, Iterator[_Entry[T]]] = {}
-        """Of those who have had a turn."""
+        """Of those who were asked for."""
+        self._next: dict[str, _Entry[T] | None] = {}
         self._heap = tenants.counters(lines)
         heapq.heapify(self._heap)
 
-    def take(self, below: float = float("inf")) -> Iterator[tuple[float, _Entry[T]]]:
-        """Iterate over (counter of its tenant, request), of those who have counters below that."""
+    def next_of(self, name: str) -> _Entry[T] | None:
+        """Return a tenant's next one, which stays the next; None where it has none left."""
+        entry = self._next.get(name)
+        if entry is not None and not (entry.has_gone or entry.ticket.group in self._closed):
+            return entry
+        if name not in self._merged:
+            line = self._lines.get(name)
+            self._merged[name] = iter(()) if line is None else self._merge(line)
+        entry = self._next[name] = next(self._merged[name], None)
+        return entry
+
+    def take(self) -> _Entry[T] | None:
+        """Return whose turn it is, once; None where nobody is left."""
         heap = self._heap
-        while heap and heap[0][0] < below:
+        while heap:
             counter, name = heap[0]
             if (current := self._tenants.counter(name)) > counter:
                 heapq.heapreplace(heap, (current, name))
                 continue
-            if name not in self._merged:
-                self._merged[name] = self._merge(self._lines[name])
-            entry = next(self._merged[name], None)
-            if entry is None:
-                heapq.heappop(heap)
-            else:
-                yield counter, entry
+            entry = self.next_of(name)
+            if entry is not None:
+                self._next[name] = None
+                return entry
+            heapq.heappop(heap)
+        return None

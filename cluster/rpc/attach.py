@@ -128,8 +128,9 @@ class Attachments:
         if kind == "start":
             self._start(message.start, session)
         elif kind == "abort":
-            cause = convert.cause_from_wire(message.abort.cause)
-            self._legs.abort_leg(convert.key_from_wire(message.abort.key), cause)
+            abort = message.abort
+            key, cause = convert.key_from_wire(abort.key), convert.cause_from_wire(abort.cause)
+            self._legs.abort_leg(key, cause, abort.grant_id, session)
         elif kind == "redirect":
             self._legs.redirect_leg(convert.redirect_from_wire(message.redirect))
 

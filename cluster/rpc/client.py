@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
     from cluster.handoff import AbortCause
     from cluster.request import (
-        ExportWaiting,
         Leg,
         LegEnd,
         LegKey,
+        LegNotice,
         Peer,
         PromptLogprobs,
         Redirect,
@@ -72,7 +72,7 @@ class LegEvents(Protocol):
         self,
         tokens: Sequence[Token],
         ends: Sequence[LegEnd],
-        waiting: Sequence[ExportWaiting] = (),
+        notices: Sequence[LegNotice] = (),
         prompts: Sequence[PromptLogprobs] = (),
     ) -> None:
         """Take what one step of one worker has for this router."""
@@ -123,9 +123,14 @@ class WorkerClient:
         if not self._send(wire.RouterMessage(start=convert.leg_to_wire(leg))):
             raise WorkerLost("the worker reads nothing", worker_id=self.peer.worker_id)
 
-    async def abort_leg(self, key: LegKey, cause: AbortCause) -> None:
-        """Give a leg up; nothing to do where the worker is lost."""
-        abort = wire.AbortLeg(key=convert.key_to_wire(key), cause=convert.cause_to_wire(cause))
+    async def abort_leg(self, key: LegKey, cause: AbortCause, grant_id: str = "") -> None:
+        """Give up the leg of a grant, or whichever has the key; nothing where the worker is lost.
+
+        Its end is always said, also of one that the worker does not have.
+        """
+        abort = wire.AbortLeg(
+            key=convert.key_to_wire(key), cause=convert.cause_to_wire(cause), grant_id=grant_id
+        )
         self._send_if_open(wire.RouterMessage(abort=abort))
 
     async def redirect_leg(self, redirect: Redirect) -> None:
@@ -244,7 +249,10 @@ class WorkerClient:
         self._events.on_tokens(
             [convert.token_from_wire(token) for token in batch.tokens],
             [convert.end_from_wire(end) for end in batch.ends],
-            [convert.waiting_from_wire(notice) for notice in batch.waiting],
+            [
+                *map(convert.waiting_from_wire, batch.waiting),
+                *map(convert.preempted_from_wire, batch.preempted),
+            ],
             [convert.prompts_from_wire(run) for run in batch.prompts],
         )
 

@@ -18,6 +18,7 @@ from cluster.request import (
     LegKey,
     LegKind,
     Peer,
+    Preempted,
     PromptLogprobs,
     PromptPrefix,
     Redirect,
@@ -103,6 +104,7 @@ def leg_to_wire(leg: Leg) -> wire.Leg:
         prefix_stride_tokens=leg.prefix.stride_tokens,
         prefix_names=leg.prefix.names,
         waited_s=leg.waited_s,
+        num_preemptions=leg.num_preemptions,
     )
 
 
@@ -126,6 +128,7 @@ def leg_from_wire(message: wire.Leg) -> Leg:
         expected_tokens=message.expected_tokens if message.HasField("expected_tokens") else None,
         prefix=_prefix_from_wire(message),
         waited_s=message.waited_s,
+        num_preemptions=message.num_preemptions,
     )
 
 
@@ -252,6 +255,16 @@ def waiting_from_wire(message: wire.ExportWaiting) -> ExportWaiting:
     )
 
 
+def preempted_to_wire(preempted: Preempted) -> wire.Preempted:
+    """Return ``preempted`` as a message."""
+    return wire.Preempted(key=key_to_wire(preempted.key), num_preemptions=preempted.num_preemptions)
+
+
+def preempted_from_wire(message: wire.Preempted) -> Preempted:
+    """Return the notice that ``message`` carries."""
+    return Preempted(key_from_wire(message.key), message.num_preemptions)
+
+
 def redirect_to_wire(redirect: Redirect) -> wire.Redirect:
     """Return ``redirect`` as a message."""
     return wire.Redirect(
@@ -329,6 +342,7 @@ def end_to_wire(end: LegEnd) -> wire.LegEnd:
         finish_reason=_REASON_TO_WIRE[end.finish_reason],
         error=error_to_wire(end.error) if end.error is not None else None,
         times=_times_to_wire(end.times),
+        grant_id=end.grant_id,
     )
 
 
@@ -339,4 +353,5 @@ def end_from_wire(message: wire.LegEnd) -> LegEnd:
         finish_reason=_REASON_FROM_WIRE.get(message.finish_reason),
         error=error_from_wire(message.error) if message.HasField("error") else None,
         times=_times_from_wire(message.times),
+        grant_id=message.grant_id,
     )

@@ -86,9 +86,10 @@ class FaultyLegs:
         """Take a leg."""
         self._take(Point.LEG, partial(self._legs.start_leg, leg, sink))
 
-    def abort_leg(self, key: LegKey, cause: AbortCause) -> None:
+    def abort_leg(self, key: LegKey, cause: AbortCause, grant_id: str, sink: LegSink) -> None:
         """Give a leg up."""
-        self._take(Point.LEG_ABORT, partial(self._legs.abort_leg, key, cause))
+        abort = partial(self._legs.abort_leg, key, cause, grant_id, sink)
+        self._take(Point.LEG_ABORT, abort)
 
     def redirect_leg(self, redirect: Redirect) -> None:
         """Pass an export on."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from cluster.errors import DeadlineExceeded, InvalidRequest
 from cluster.kv.layout import KVLayout
 from cluster.policy.tiers import Tiers
-from cluster.request import MAX_PREFIX_NAMES, Leg, LegKind, Peer, Redirect
+from cluster.request import MAX_PREEMPTIONS, MAX_PREFIX_NAMES, Leg, LegKind, Peer, Redirect
 from cluster.rpc.param_rules import check_params
 
 _MAX_WAITED_S = 1e7
@@ -37,6 +37,10 @@ class LegRules:
             raise DeadlineExceeded("the deadline passed on the way", stage="intake")
         if not 0 <= leg.waited_s <= _MAX_WAITED_S:
             raise InvalidRequest(f"not so long ago: {leg.waited_s} s", field="waited_s")
+        if not 0 <= leg.num_preemptions <= MAX_PREEMPTIONS:
+            raise InvalidRequest(
+                f"not preempted so often: {leg.num_preemptions}", field="num_preemptions"
+            )
         if self.tiers is not None:
             self.tiers.rank(leg.priority)
         self._check_params(leg)

@@ -8,7 +8,7 @@ each leg ends exactly once and that a step's news reach each router as one messa
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from cluster.engine import sequence as engine_sequence
@@ -22,6 +22,8 @@ from cluster.request import (
     LegEnd,
     LegKey,
     LegKind,
+    LegNotice,
+    Preempted,
     PromptLogprobs,
     PromptPrefix,
     Redirect,
@@ -47,7 +49,7 @@ class LegSink(Protocol):
         self,
         tokens: Sequence[Token],
         ends: Sequence[LegEnd],
-        waiting: Sequence[ExportWaiting] = (),
+        notices: Sequence[LegNotice] = (),
         prompts: Sequence[PromptLogprobs] = (),
     ) -> None:
         """Queue one message for the router; never blocks, never raises."""
@@ -61,8 +63,12 @@ class LegHandler(Protocol):
         """Take a leg; a bad one is ended through ``sink``, never raised."""
         ...
 
-    def abort_leg(self, key: LegKey, cause: AbortCause) -> None:
-        """Give a leg up; unknown keys are those that crossed with their end."""
+    def abort_leg(self, key: LegKey, cause: AbortCause, grant_id: str, sink: LegSink) -> None:
+        """Give up the leg of a grant; an empty ``grant_id`` is that of whichever leg has the key.
+
+        One that is not here has crossed with its end, or its start was lost or is late: its end is
+        said again through ``sink``, and it is not taken should it still come.
+        """
         ...
 
     def redirect_leg(self, redirect: Redirect) -> None:
@@ -145,6 +151,11 @@ class OpenLeg:
         if self.aborted is None:
             self.aborted, self.error = cause, error
 
+    def preempted(self, num_preemptions: int) -> None:
+        """Note how often its choice was preempted in all; nobody knows of more than there were."""
+        if num_preemptions > self.leg.num_preemptions:
+            self.leg = replace(self.leg, num_preemptions=num_preemptions)
+
     def sequence(self, eos_ids: frozenset[int], now: float) -> engine_sequence.Sequence:
         """Return what the engine computes for this leg, nothing of it computed yet."""
         leg = self.leg
@@ -160,6 +171,7 @@ class OpenLeg:
             priority=leg.priority,
             expected_tokens=leg.expected_tokens,
             prefix=leg.prefix,
+            num_preemptions_before=leg.num_preemptions,
             eos_ids=frozenset() if leg.params.ignore_eos else eos_ids,
         )
 
@@ -237,7 +249,15 @@ class LegBook:
     def waiting(self, opened: OpenLeg, waiting: ExportWaiting) -> None:
         """Add to the next message that the leg's export waits for a redirect."""
         if opened.aborted is None:
-            self._news_for(opened).waiting.append(waiting)
+            self._news_for(opened).notices.append(waiting)
+
+    def preempted(self, notices: Iterable[Preempted], mine: Container[LegKey]) -> None:
+        """Add to the next message which legs, of those in ``mine``, were preempted."""
+        for notice in notices:
+            opened = self._open.get(notice.key)
+            if opened is not None and notice.key in mine:
+                opened.preempted(notice.num_preemptions)
+                self._news_for(opened).notices.append(notice)
 
     def end(
         self,
@@ -268,7 +288,7 @@ class LegBook:
         """Send what was added, one message for each router."""
         news, self._news = self._news, {}
         for sink, told in news.items():
-            sink.emit(told.tokens, told.ends, told.waiting, told.prompts)
+            sink.emit(told.tokens, told.ends, told.notices, told.prompts)
 
     def _news_for(self, opened: OpenLeg) -> _News:
         return self._news.setdefault(opened.sink, _News())
@@ -280,7 +300,7 @@ class _News:
 
     tokens: list[Token] = field(default_factory=list)
     ends: list[LegEnd] = field(default_factory=list)
-    waiting: list[ExportWaiting] = field(default_factory=list)
+    notices: list[LegNotice] = field(default_factory=list)
     prompts: list[PromptLogprobs] = field(default_factory=list)
 
 

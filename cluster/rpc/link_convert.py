@@ -13,7 +13,7 @@ from cluster.handoff import (
     Offer,
 )
 from cluster.kv.layout import ELEMENT_BYTES, KVLayout
-from cluster.request import LegKey, Peer
+from cluster.request import MAX_PREEMPTIONS, LegKey, Peer
 from cluster.rpc.convert import key_to_wire, peer_to_wire
 from cluster.transport.manifest import MAX_PACKED_BYTES
 from cluster.wire import worker_pb2 as pb
@@ -85,6 +85,7 @@ def signal_to_wire(signal: LinkSignal) -> pb.LinkMessage:
                     num_blocks=signal.num_blocks,
                     num_tokens=signal.num_tokens,
                     is_redirected=signal.is_redirected,
+                    num_preemptions=signal.num_preemptions,
                 )
             )
         case Credit(handoff_id=handoff_id):
@@ -134,6 +135,7 @@ def _offer_from_wire(wire: pb.Offer) -> Offer:
         num_blocks=_count("offer.num_blocks", wire.num_blocks),
         num_tokens=_count("offer.num_tokens", wire.num_tokens),
         is_redirected=wire.is_redirected,
+        num_preemptions=min(wire.num_preemptions, MAX_PREEMPTIONS),
     )
 
 

@@ -16,13 +16,14 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from cluster.errors import InvalidRequest
+from cluster.request import ExportWaiting, Preempted
 from cluster.rpc import convert
 from cluster.wire import worker_pb2 as wire
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from cluster.request import Beat, ExportWaiting, LegEnd, PromptLogprobs, Token
+    from cluster.request import Beat, LegEnd, LegNotice, PromptLogprobs, Token
 
 WRITE_TIMEOUT_S = 10.0
 """A router that takes nothing for so long is cut off, however little waits for it."""
@@ -83,7 +84,7 @@ class Session:
         self._prompts: list[PromptLogprobs] = []
         self._tokens: list[Token] = []
         self._ends: list[LegEnd] = []
-        self._waiting: list[ExportWaiting] = []
+        self._notices: list[LegNotice] = []
         self._tail: deque[tuple[wire.TokenBatch, int]] = deque()  # with the items in each
         self._num_tail_items = 0
         self._num_sent = 0  # of the tail, on the stream of now
@@ -100,7 +101,7 @@ class Session:
         self,
         tokens: Sequence[Token],
         ends: Sequence[LegEnd],
-        waiting: Sequence[ExportWaiting] = (),
+        notices: Sequence[LegNotice] = (),
         prompts: Sequence[PromptLogprobs] = (),
     ) -> None:
         """Queue news; never blocks, never raises."""
@@ -109,7 +110,7 @@ class Session:
         self._prompts.extend(prompts)
         self._tokens.extend(tokens)
         self._ends.extend(ends)
-        self._waiting.extend(waiting)
+        self._notices.extend(notices)
         if self._num_items > MAX_QUEUED_ITEMS:
             self.cut()
         self._wake.set()
@@ -152,7 +153,7 @@ class Session:
         """Give the router up: it takes too little."""
         self.is_overrun = True
         self.close()
-        self._prompts, self._tokens, self._ends, self._waiting = [], [], [], []
+        self._prompts, self._tokens, self._ends, self._notices = [], [], [], []
         self._tail.clear()
         self._num_sent = self._num_tail_items = 0
         if self.seat is not None:
@@ -182,7 +183,7 @@ class Session:
 
     @property
     def _num_items(self) -> int:
-        news = len(self._prompts) + len(self._tokens) + len(self._ends) + len(self._waiting)
+        news = len(self._prompts) + len(self._tokens) + len(self._ends) + len(self._notices)
         return news + self._num_tail_items
 
     def _take(self) -> wire.TokenBatch | None:
@@ -203,20 +204,29 @@ class Session:
             del self._prompts[: len(runs)]
             batch = wire.TokenBatch(prompts=[convert.prompts_to_wire(run) for run in runs])
             self._add(batch, len(runs))
-        elif self._tokens or self._ends or self._waiting:
+        elif self._tokens or self._ends or self._notices:
             tokens = self._tokens[:MAX_ITEMS_PER_MESSAGE]
             # A leg's end must not overtake its tokens.
             is_whole = len(tokens) == len(self._tokens)
             ends = self._ends[:MAX_ITEMS_PER_MESSAGE] if is_whole else []
-            waiting, self._waiting = self._waiting, []
+            notices, self._notices = self._notices, []
             del self._tokens[: len(tokens)]
             del self._ends[: len(ends)]
             batch = wire.TokenBatch(
                 tokens=[convert.token_to_wire(token) for token in tokens],
                 ends=[convert.end_to_wire(end) for end in ends],
-                waiting=[convert.waiting_to_wire(notice) for notice in waiting],
+                waiting=[
+                    convert.waiting_to_wire(notice)
+                    for notice in notices
+                    if isinstance(notice, ExportWaiting)
+                ],
+                preempted=[
+                    convert.preempted_to_wire(notice)
+                    for notice in notices
+                    if isinstance(notice, Preempted)
+                ],
             )
-            self._add(batch, len(tokens) + len(ends) + len(waiting))
+            self._add(batch, len(tokens) + len(ends) + len(notices))
 
     def _add(self, batch: wire.TokenBatch, num_items: int) -> None:
         batch.number = self._next_number

@@ -28,14 +28,14 @@ import msgpack
 
 from cluster.errors import HandoffFailed
 from cluster.kv.layout import KVLayout
-from cluster.request import TokenLogprobs
+from cluster.request import MAX_PREEMPTIONS, TokenLogprobs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from cluster.request import LegKey
 
-VERSION = 3
+VERSION = 4
 MAX_PACKED_BYTES = 1 << 20
 _MAX_ID_CHARS = 256
 _MAX_LAYOUT_CHARS = 2048
@@ -84,6 +84,8 @@ class Manifest:
     """Of the last of them, where the request asked for them."""
     turn: int = 0
     """Counts the link's manifests from 1 on; the link sets it when it sends one."""
+    num_preemptions: int = 0
+    """Of the choice so far, on all its ways."""
     version: int = VERSION
 
     @classmethod
@@ -98,6 +100,7 @@ class Manifest:
         blocks: range | None = None,
         layers: range | None = None,
         logprobs: TokenLogprobs | None = None,
+        num_preemptions: int = 0,
     ) -> Manifest:
         """Describe ``layers`` of ``blocks`` of an export of ``num_tokens`` tokens; by default all.
 
@@ -126,6 +129,7 @@ class Manifest:
             is_last=is_last,
             output_ids=output_ids if is_last else (),
             logprobs=logprobs if is_last else None,
+            num_preemptions=num_preemptions,
         )
 
     @property
@@ -225,6 +229,7 @@ class Manifest:
             is_last=_take_bool(fields, "is_last"),
             output_ids=_take_ids(fields, "output_ids"),
             logprobs=_take_logprobs(fields, "logprobs"),
+            num_preemptions=_take_int(fields, "num_preemptions", 0, MAX_PREEMPTIONS),
         )
         manifest._check_sizes()
         if manifest.piece_blocks > manifest.num_blocks:

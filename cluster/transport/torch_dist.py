@@ -7,8 +7,9 @@ who they are.
 
 A wait on gloo cannot be interrupted: it ends with its operation, with the peer's socket, or at its
 timeout. NCCL knows no such wait: the host polls until its deadline or until the channel is closed,
-and then gives the group up itself, for torch's own watchdog would end the process. All waits run
-on the link's own thread.
+and then gives the group up itself, for torch's own watchdog would end the process. Nor can the
+opening of a group of NCCL's be bounded or broken off: it has a thread of its own (``opening``). All
+waits run on the link's own thread.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from cluster.transport.base import (
     TransportError,
 )
 from cluster.transport.interfaces import interface_of
+from cluster.transport.opening import opened_within
 from cluster.transport.transfer_lock import TransferLock
 
 if TYPE_CHECKING:
@@ -72,7 +74,12 @@ class TorchDistTransport(Transport):
         store = RendezvousStore(rendezvous, link_id, timeout_s)
         try:
             if torch.device(self.device).type == "cuda":
-                group = self._make_nccl(store, rank)
+                group = opened_within(
+                    timeout_s,
+                    link_id,
+                    lambda: self._make_nccl(store, rank),
+                    discard=lambda late: late.abort(),
+                )
                 channel = _NcclChannel(group, store, rank, torch.device(self.device))
                 channel.transfer_lock = self._transfer_lock
                 return channel

@@ -61,6 +61,7 @@ class Want(_message.Message):
     CACHED_ON_FIELD_NUMBER: _builtins.int
     PREFIX_STRIDE_TOKENS_FIELD_NUMBER: _builtins.int
     PREFIX_NAMES_FIELD_NUMBER: _builtins.int
+    NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     num_prompt_tokens: _builtins.int
@@ -80,6 +81,8 @@ class Want(_message.Message):
     """incarnation whose prefix cache has the prompt"""
     prefix_stride_tokens: _builtins.int
     """a name for each so many tokens of the prompt's beginning"""
+    num_preemptions: _builtins.int
+    """so far: at the bound it starts with all its blocks"""
     @_builtins.property
     def avoid(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """incarnations this request must not be placed on"""
@@ -110,10 +113,11 @@ class Want(_message.Message):
         cached_on: _builtins.str = ...,
         prefix_stride_tokens: _builtins.int = ...,
         prefix_names: _abc.Iterable[_builtins.int] | None = ...,
+        num_preemptions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_tokens", b"_expected_tokens", "_export", b"_export", "expected_tokens", b"expected_tokens", "export", b"export"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_tokens", b"_expected_tokens", "_export", b"_export", "attempt", b"attempt", "avoid", b"avoid", "cached_on", b"cached_on", "expected_tokens", b"expected_tokens", "export", b"export", "is_resent", b"is_resent", "max_tokens", b"max_tokens", "num_prompt_tokens", b"num_prompt_tokens", "prefix_names", b"prefix_names", "prefix_stride_tokens", b"prefix_stride_tokens", "priority", b"priority", "remaining_s", b"remaining_s", "request_id", b"request_id", "tenant", b"tenant", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_tokens", b"_expected_tokens", "_export", b"_export", "attempt", b"attempt", "avoid", b"avoid", "cached_on", b"cached_on", "expected_tokens", b"expected_tokens", "export", b"export", "is_resent", b"is_resent", "max_tokens", b"max_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "prefix_names", b"prefix_names", "prefix_stride_tokens", b"prefix_stride_tokens", "priority", b"priority", "remaining_s", b"remaining_s", "request_id", b"request_id", "tenant", b"tenant", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_tokens: _TypeAlias = _typing.Literal["expected_tokens"]  # noqa: Y015
     _WhichOneofArgType__expected_tokens: _TypeAlias = _typing.Literal["_expected_tokens", b"_expected_tokens"]  # noqa: Y015
@@ -364,6 +368,7 @@ class Reject(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_S_FIELD_NUMBER: _builtins.int
     FIELD_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
     term: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
@@ -372,6 +377,8 @@ class Reject(_message.Message):
     retry_after_s: _builtins.float
     field: _builtins.str
     """of a request that can never be served"""
+    worker_id: _builtins.str
+    """who never had the leg"""
     def __init__(
         self,
         *,
@@ -382,10 +389,11 @@ class Reject(_message.Message):
         message: _builtins.str = ...,
         retry_after_s: _builtins.float = ...,
         field: _builtins.str = ...,
+        worker_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "code", b"code", "field", b"field", "message", b"message", "request_id", b"request_id", "retry_after_s", b"retry_after_s", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "code", b"code", "field", b"field", "message", b"message", "request_id", b"request_id", "retry_after_s", b"retry_after_s", "term", b"term", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -682,6 +682,7 @@ class Timeline(_message.Message):
     NUM_ATTEMPTS_FIELD_NUMBER: _builtins.int
     NUM_RESUMED_FIELD_NUMBER: _builtins.int
     NUM_REDIRECTED_FIELD_NUMBER: _builtins.int
+    NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
     total_s: _builtins.float
     first_token_s: _builtins.float
     queue_s: _builtins.float
@@ -691,6 +692,8 @@ class Timeline(_message.Message):
     num_attempts: _builtins.int
     num_resumed: _builtins.int
     num_redirected: _builtins.int
+    num_preemptions: _builtins.int
+    """of all attempts"""
     @_builtins.property
     def prefill(self) -> Global___LegTimes: ...
     @_builtins.property
@@ -709,10 +712,11 @@ class Timeline(_message.Message):
         num_attempts: _builtins.int = ...,
         num_resumed: _builtins.int = ...,
         num_redirected: _builtins.int = ...,
+        num_preemptions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "decode_worker", b"decode_worker", "first_token_s", b"first_token_s", "num_attempts", b"num_attempts", "num_redirected", b"num_redirected", "num_resumed", b"num_resumed", "prefill", b"prefill", "prefill_worker", b"prefill_worker", "queue_s", b"queue_s", "reason", b"reason", "total_s", b"total_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "decode_worker", b"decode_worker", "first_token_s", b"first_token_s", "num_attempts", b"num_attempts", "num_preemptions", b"num_preemptions", "num_redirected", b"num_redirected", "num_resumed", b"num_resumed", "prefill", b"prefill", "prefill_worker", b"prefill_worker", "queue_s", b"queue_s", "reason", b"reason", "total_s", b"total_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

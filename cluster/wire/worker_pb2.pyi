@@ -318,6 +318,7 @@ class Leg(_message.Message):
     PREFIX_STRIDE_TOKENS_FIELD_NUMBER: _builtins.int
     PREFIX_NAMES_FIELD_NUMBER: _builtins.int
     WAITED_S_FIELD_NUMBER: _builtins.int
+    NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
     kind: Global___LegKind.ValueType
     remaining_s: _builtins.float
     grant_id: _builtins.str
@@ -331,6 +332,8 @@ class Leg(_message.Message):
     """as in the want: names of the prompt's beginnings"""
     waited_s: _builtins.float
     """since its router took the request"""
+    num_preemptions: _builtins.int
+    """of the choice, on other workers or in other attempts"""
     @_builtins.property
     def key(self) -> Global___LegKey: ...
     @_builtins.property
@@ -361,10 +364,11 @@ class Leg(_message.Message):
         prefix_stride_tokens: _builtins.int = ...,
         prefix_names: _abc.Iterable[_builtins.int] | None = ...,
         waited_s: _builtins.float = ...,
+        num_preemptions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_tokens", b"_expected_tokens", "_peer", b"_peer", "expected_tokens", b"expected_tokens", "key", b"key", "params", b"params", "peer", b"peer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_tokens", b"_expected_tokens", "_peer", b"_peer", "expected_tokens", b"expected_tokens", "grant_id", b"grant_id", "handoff_id", b"handoff_id", "key", b"key", "kind", b"kind", "output_ids", b"output_ids", "params", b"params", "peer", b"peer", "prefix_names", b"prefix_names", "prefix_stride_tokens", b"prefix_stride_tokens", "priority", b"priority", "prompt_ids", b"prompt_ids", "remaining_s", b"remaining_s", "tenant", b"tenant", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_tokens", b"_expected_tokens", "_peer", b"_peer", "expected_tokens", b"expected_tokens", "grant_id", b"grant_id", "handoff_id", b"handoff_id", "key", b"key", "kind", b"kind", "num_preemptions", b"num_preemptions", "output_ids", b"output_ids", "params", b"params", "peer", b"peer", "prefix_names", b"prefix_names", "prefix_stride_tokens", b"prefix_stride_tokens", "priority", b"priority", "prompt_ids", b"prompt_ids", "remaining_s", b"remaining_s", "tenant", b"tenant", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_tokens: _TypeAlias = _typing.Literal["expected_tokens"]  # noqa: Y015
     _WhichOneofArgType__expected_tokens: _TypeAlias = _typing.Literal["_expected_tokens", b"_expected_tokens"]  # noqa: Y015
@@ -383,7 +387,10 @@ class AbortLeg(_message.Message):
 
     KEY_FIELD_NUMBER: _builtins.int
     CAUSE_FIELD_NUMBER: _builtins.int
+    GRANT_ID_FIELD_NUMBER: _builtins.int
     cause: Global___AbortCause.ValueType
+    grant_id: _builtins.str
+    """of the leg that is meant: a later one may have its key"""
     @_builtins.property
     def key(self) -> Global___LegKey: ...
     def __init__(
@@ -391,10 +398,11 @@ class AbortLeg(_message.Message):
         *,
         key: Global___LegKey | None = ...,
         cause: Global___AbortCause.ValueType = ...,
+        grant_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "key", b"key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "grant_id", b"grant_id", "key", b"key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -604,7 +612,10 @@ class LegEnd(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     TIMES_FIELD_NUMBER: _builtins.int
+    GRANT_ID_FIELD_NUMBER: _builtins.int
     finish_reason: Global___FinishReason.ValueType
+    grant_id: _builtins.str
+    """of an abort that this answers, whose leg is not here"""
     @_builtins.property
     def key(self) -> Global___LegKey: ...
     @_builtins.property
@@ -618,10 +629,11 @@ class LegEnd(_message.Message):
         finish_reason: Global___FinishReason.ValueType = ...,
         error: Global___Error | None = ...,
         times: Global___LegTimes | None = ...,
+        grant_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "error", b"error", "key", b"key", "times", b"times"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "error", b"error", "finish_reason", b"finish_reason", "key", b"key", "times", b"times"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "error", b"error", "finish_reason", b"finish_reason", "grant_id", b"grant_id", "key", b"key", "times", b"times"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__error: _TypeAlias = _typing.Literal["error"]  # noqa: Y015
     _WhichOneofArgType__error: _TypeAlias = _typing.Literal["_error", b"_error"]  # noqa: Y015
@@ -660,6 +672,32 @@ class ExportWaiting(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ExportWaiting: _TypeAlias = ExportWaiting  # noqa: Y015
+
+@_typing.final
+class Preempted(_message.Message):
+    """A leg has lost its place, and waits to be computed again or brought back."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    num_preemptions: _builtins.int
+    """of the choice so far, on all its ways"""
+    @_builtins.property
+    def key(self) -> Global___LegKey: ...
+    def __init__(
+        self,
+        *,
+        key: Global___LegKey | None = ...,
+        num_preemptions: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "num_preemptions", b"num_preemptions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Preempted: _TypeAlias = Preempted  # noqa: Y015
 
 @_typing.final
 class PromptLogprobs(_message.Message):
@@ -728,6 +766,7 @@ class TokenBatch(_message.Message):
     NUM_TAKEN_FIELD_NUMBER: _builtins.int
     BEAT_FIELD_NUMBER: _builtins.int
     PROMPTS_FIELD_NUMBER: _builtins.int
+    PREEMPTED_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """from 1; 0: a mere sign of life, which is not sent again"""
     num_taken: _builtins.int
@@ -742,6 +781,8 @@ class TokenBatch(_message.Message):
     def beat(self) -> Global___Beat: ...
     @_builtins.property
     def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptLogprobs]: ...
+    @_builtins.property
+    def preempted(self) -> _containers.RepeatedCompositeFieldContainer[Global___Preempted]: ...
     def __init__(
         self,
         *,
@@ -752,10 +793,11 @@ class TokenBatch(_message.Message):
         num_taken: _builtins.int = ...,
         beat: Global___Beat | None = ...,
         prompts: _abc.Iterable[Global___PromptLogprobs] | None = ...,
+        preempted: _abc.Iterable[Global___Preempted] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "ends", b"ends", "num_taken", b"num_taken", "number", b"number", "prompts", b"prompts", "tokens", b"tokens", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "ends", b"ends", "num_taken", b"num_taken", "number", b"number", "preempted", b"preempted", "prompts", b"prompts", "tokens", b"tokens", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -881,11 +923,14 @@ class Offer(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     IS_REDIRECTED_FIELD_NUMBER: _builtins.int
+    NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.str
     num_blocks: _builtins.int
     num_tokens: _builtins.int
     is_redirected: _builtins.bool
     """its export has waited already: before those that have not"""
+    num_preemptions: _builtins.int
+    """of the choice so far, on all its ways"""
     @_builtins.property
     def key(self) -> Global___LegKey: ...
     def __init__(
@@ -896,10 +941,11 @@ class Offer(_message.Message):
         num_blocks: _builtins.int = ...,
         num_tokens: _builtins.int = ...,
         is_redirected: _builtins.bool = ...,
+        num_preemptions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_id", b"handoff_id", "is_redirected", b"is_redirected", "key", b"key", "num_blocks", b"num_blocks", "num_tokens", b"num_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_id", b"handoff_id", "is_redirected", b"is_redirected", "key", b"key", "num_blocks", b"num_blocks", "num_preemptions", b"num_preemptions", "num_tokens", b"num_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -143,6 +143,7 @@ def _timeline(timeline: Timeline) -> pb.Timeline:
         num_attempts=timeline.num_attempts,
         num_resumed=timeline.num_resumed,
         num_redirected=timeline.num_redirected,
+        num_preemptions=timeline.num_preemptions,
     )
 
 

@@ -21,8 +21,9 @@ from cluster.errors import (
     WorkerLost,
 )
 from cluster.handoff import AbortCause
+from cluster.kv.outside import Outsider
 from cluster.request import FinishReason, LegKind, Peer, PromptPrefix, Redirect
-from deploy import worker_legs, worker_watch
+from deploy import worker_legs, worker_life, worker_watch
 from tests.deploy.world import (
     KEY,
     LAYOUT,
@@ -147,6 +148,38 @@ async def test_what_lower_tiers_would_give_up_is_reported_but_not_of_those_that_
     assert report.firm_grants == ("grant-aged",)
     for holder in (*keys, ("export", "h")):
         pool.release(holder)
+
+
+async def test_what_exports_and_imports_would_give_up_is_reported_too(world):
+    """P-15: the control plane grants higher tiers what lower ones hold outside an engine."""
+    scheduling = dataclasses.replace(world.config.scheduling, policy=Policy.PRIORITY)
+    world.config = dataclasses.replace(world.config, scheduling=scheduling)
+    worker, decode = await world.start("m", "m-0"), await world.start("d", "d-0")
+    # STEP 1: Exports that wait for their decode legs.
+    sinks = {name: Sink() for name in ("low", "normal")}
+    for name, sink in sinks.items():
+        leg = make_leg(LegKind.PREFILL, name, decode.me, priority=name)
+        worker.legs.start_leg(leg, sink)
+        await sink.until(lambda sink: sink.tokens)
+    await world.reports(lambda reports: reports["m-0"].takable_blocks == (5, 5))
+    # STEP 2: A reservation beside them, and one that has given way often enough.
+    now, pool = worker._clock.now(), worker._pool
+    for name, num_before in (("young", 0), ("spared", scheduling.max_preemptions)):
+        pool.reserve(3, name, make_key(name))
+        pool.outside.enter(
+            Outsider(
+                holder=("import", name), tier=0, arrived=now, num_preemptions=num_before,
+                num_importing=3,
+            )
+        )  # fmt: skip
+    assert worker._reporter.report().takable_blocks == (8, 5)
+    for name in ("young", "spared"):
+        pool.outside.leave(("import", name))
+        pool.cancel(name)
+    # STEP 3: One is fetched.
+    decode.legs.start_leg(make_leg(LegKind.DECODE, "low", priority="low"), Sink())
+    await sinks["low"].end_of(make_key("low"))
+    assert worker._reporter.report().takable_blocks == (0, 5)
 
 
 async def test_a_leg_whose_new_handoff_is_refused_ends_once(world, monkeypatch):
@@ -419,13 +452,35 @@ async def test_a_grant_that_is_taken_back_ends_its_legs(world):
     await world.reports(lambda reports: "grant-running" in reports["d-0"].held_grants)
     await world.reports(lambda reports: "grant-running" not in reports["d-0"].unreserved_grants)
     go.set()
-    worker.legs.abort_leg(make_key("running"), AbortCause.CANCELLED)
+    worker.legs.abort_leg(make_key("running"), AbortCause.CANCELLED, "grant-running", sink)
     await sink.end_of(make_key("running"))
     sink.ends.clear()
     worker.legs.abort_grant("grant-mine")
     assert set(sink.ends) == {make_key("mine")}
-    worker.legs.abort_leg(make_key("other"), AbortCause.CANCELLED)
+    worker.legs.abort_leg(make_key("other"), AbortCause.CANCELLED, "grant-other", sink)
     await world.reports(lambda reports: not reports["d-0"].held_grants)
+
+
+@pytest.mark.parametrize("gone", ["client", "router", "grant"])
+async def test_a_drain_ends_with_the_request_whose_kv_nobody_fetches(gone, world, monkeypatch):
+    """CASES P-27: not with the lease of its export, whoever says that the request is gone."""
+    monkeypatch.setattr(worker_life, "LAST_GRANTS_S", 0.01)
+    worker, sink = await world.start("p", "p-0"), Sink()
+    nobody = Peer(worker_id="d-0", incarnation="gone", address=worker.me.address)
+    worker.legs.start_leg(make_leg(LegKind.PREFILL, "r", nobody), sink)
+    await sink.until(lambda sink: sink.waiting)
+    drained = asyncio.create_task(worker.drain(60.0))
+    await world.reports(lambda reports: reports["p-0"].is_draining)
+    assert not drained.done(), "its KV may still be fetched, and its router is told nothing"
+    assert sink.ends == {}
+    if gone == "client":
+        worker.legs.abort_leg(KEY, AbortCause.CANCELLED, "grant-r", sink)
+    elif gone == "router":
+        worker.legs.router_lost(sink)
+    else:
+        worker.legs.abort_grant("grant-r")
+    await asyncio.wait_for(drained, 5)
+    assert worker._pool.num_free == NUM_BLOCKS
 
 
 async def test_the_control_plane_stops_counting_what_a_cache_has_lost_or_never_got(world):

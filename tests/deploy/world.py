@@ -11,7 +11,7 @@ from cluster.config import DeployConfig, ModelConfig, PoolConfig, Role, Transpor
 from cluster.control.server import ControlServer
 from cluster.control.status import get_cluster
 from cluster.kv.layout import KVLayout
-from cluster.request import Leg, LegKind
+from cluster.request import ExportWaiting, Leg, LegKind
 from cluster.transport.loopback import LoopbackTransport
 from deploy.hosted_worker import HostedWorker
 from deploy.worker import Worker
@@ -57,9 +57,9 @@ class Sink:
         self.ends = {}
         self.changed = asyncio.Event()
 
-    def emit(self, tokens, ends, waiting=(), prompts=()) -> None:
+    def emit(self, tokens, ends, notices=(), prompts=()) -> None:
         self.tokens.extend(tokens)
-        self.waiting.extend(waiting)
+        self.waiting.extend(told for told in notices if isinstance(told, ExportWaiting))
         for end in ends:
             assert end.key not in self.ends
             self.ends[end.key] = end

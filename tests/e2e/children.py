@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import os
 import signal
 import sys
@@ -24,6 +25,7 @@ def in_child(target, arguments, out: str) -> None:
     os.dup2(log, 2)
     os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT), 1)
     sys.stdout, sys.stderr = open(1, "w"), open(2, "w")  # noqa: SIM115 (they live as long)
+    faulthandler.register(signal.SIGUSR2, file=2)
     sys.exit(target(*arguments))
 
 

@@ -244,12 +244,8 @@ class Cell:
 
     @property
     def is_forgotten_late(self) -> bool:
-        """Whether the control plane has to find out by itself that the request is over.
-
-        Of a grant that was lost its router tells nothing, where the export's lease was over first.
-        """
-        is_want_withdrawn = self.row.fault == "drop grant" and self.state == "waiting"
-        return self.row.fault == "drop done" or is_want_withdrawn
+        """Whether the control plane has to find out by itself that the request is over."""
+        return self.row.fault == "drop done"
 
 
 def rows() -> Iterator[Row]:

@@ -75,12 +75,16 @@ class Scene:
         cluster.clear_faults()
         cluster.wait_whole()
 
-    def hold(self, hold: Hold) -> str:
-        """Let the next handoff of a cluster of one pair stand still; returns on which worker."""
+    def hold(self, hold: Hold, *steps: wire.Fault) -> str:
+        """Let the next handoff of a cluster of one pair stand still; returns on which worker.
+
+        ``steps``: what befalls the steps of the prefill worker, which are slow.
+        """
         (holder,) = self._of(hold.role)
-        if hold.role is Role.DECODE:
-            self._set(Role.PREFILL, SLOW_STEPS)
-        self._cluster.faults(holder).set(_held(hold), SLOW_STEPS)
+        self._set(Role.DECODE, SLOW_STEPS)
+        self._set(Role.PREFILL, *steps, SLOW_STEPS)
+        mine = steps if hold.role is Role.PREFILL else ()
+        self._cluster.faults(holder).set(_held(hold), *mine, SLOW_STEPS)
         return holder
 
     # ---- states

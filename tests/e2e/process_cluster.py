@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 
 CONTROL = "control"
 START_S = 60.0
+_ANSWER_S = 20.0
+"""For a process on a busy machine; one that is blocked takes longer."""
 _PACE_S = 0.03
 """Between two looks at a whole cluster, which cost its processes time."""
 
@@ -64,27 +67,41 @@ class Doors:
 class Faults:
     """The fault switch of one worker or router, from outside."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, stacks: Callable[[], str] = str) -> None:
+        """``stacks``: where the threads of its process stand, as text."""
         self._channel = grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
         self._stub = wire_grpc.FaultsStub(self._channel)
+        self._stacks = stacks
 
     def set(self, *faults: wire.Fault) -> None:
-        self._stub.Set(wire.FaultPlan(faults=faults), timeout=5, wait_for_ready=True)
+        self._ask(self._stub.Set, wire.FaultPlan(faults=faults), wait_for_ready=True)
 
     def clear(self) -> list[int]:
-        return list(self._stub.Clear(wire.ClearFaults(), timeout=5, wait_for_ready=True).fired)
+        state = self._ask(self._stub.Clear, wire.ClearFaults(), wait_for_ready=True)
+        return list(state.fired)
 
     def fired(self) -> list[int]:
-        return list(self._stub.Fired(wire.GetFired(), timeout=5).fired)
+        return list(self._ask(self._stub.Fired, wire.GetFired()).fired)
 
     def passed(self, point: str) -> int:
-        return self._stub.Fired(wire.GetFired(), timeout=5).passed[point]
+        return self._ask(self._stub.Fired, wire.GetFired()).passed[point]
 
     def wait_fired(self, index: int = 0, timeout_s: float = 10) -> None:
         wait_until(lambda: self.fired()[index] > 0, timeout_s, f"fault {index} did not happen")
 
     def close(self) -> None:
         self._channel.close()
+
+    def _ask(self, call, question, **options) -> wire.FaultState:
+        """Ask its event loop; where that stands still, fail with what its threads are at."""
+        try:
+            return call(question, timeout=_ANSWER_S, **options)
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise
+            raise AssertionError(
+                f"the fault switch did not answer in {_ANSWER_S:g} s:\n{self._stacks()}"
+            ) from error
 
 
 def fault(verb: str, point: str, **options) -> wire.Fault:
@@ -231,6 +248,14 @@ class ProcessCluster:
     def log(self, name: str) -> str:
         return self._out(name).with_suffix(".log").read_text()
 
+    def stacks(self, name: str) -> str:
+        """Where the threads of a process stand now, which it writes to its log."""
+        before = len(self.log(name))
+        os.kill(self.pid(name), signal.SIGUSR2)
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: len(self.log(name)) > before, 5, "it does not even say that")
+        return self.log(name)[before:]
+
     def stop(self) -> None:
         for each in self._faults.values():
             each.close()
@@ -254,7 +279,7 @@ class ProcessCluster:
             host = self.config.endpoints.host
             is_router = name in self.routers
             address = self.routers[name].grpc if is_router else f"{host}:{self.ports[name]}"
-            self._faults[name] = Faults(address)
+            self._faults[name] = Faults(address, functools.partial(self.stacks, name))
         return self._faults[name]
 
     def clear_faults(self) -> None:

@@ -1,5 +1,7 @@
 """A client that leaves while its KV is on the way, by each door: both workers give all back."""
 
+import dataclasses
+
 import pytest
 
 from tests.e2e.fault_cells import STATES
@@ -13,8 +15,17 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(60)]
 STEP_S = 0.15
 NUM_PROMPT = {"sent": 4}
 """Of one chunk where the first message with bytes shall be the last."""
-SINGLE = ("offered", "reserved", "sending", "sent", "committed")
-"""There is one decode worker: an export that waits has nowhere to go."""
+PHASES = {
+    "offered": "prefill",
+    "reserved": "prefill",
+    "sending": "prefill",
+    "sent": "decode",
+    "committed": "decode",
+}
+"""The ``phase`` of the aborted counter, by state: with its first token out, a request is in decode.
+There is one decode worker: an export that waits has nowhere to go."""
+UNFINISHED = (fault("hold", "engine.step", nth=7),)
+"""The step that ends a prompt of 40 tokens, and draws the first token."""
 
 
 @pytest.fixture(scope="module")
@@ -28,18 +39,24 @@ def cluster(tiny_llama, tmp_path_factory):
 
 
 @pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("state", SINGLE)
+@pytest.mark.parametrize("state", PHASES)
 def test_leaving_in_mid_handoff_gives_everything_back(state, door, cluster):
     """CASES P-11: between "prefilled" and "admitted", and in mid-transfer, nobody keeps blocks.
 
     What a link is reading is held until it has read, and seen to be free as soon as it is.
     """
     cluster.wait_quiet()
-    before = cluster.metrics()
-    # STEP 1: the handoff stands still.
-    holder = Scene(cluster).hold(STATES[state])
+    before, num_drawn = cluster.metrics(), _num_generated(cluster, "prefill-0")
+    in_prefill = PHASES[state] == "prefill"
+    # STEP 1: the handoff stands still, in mid-prompt or with the first token out.
+    hold = dataclasses.replace(STATES[state], nth=1)
+    holder = Scene(cluster).hold(hold, *(UNFINISHED if in_prefill else ()))
     call = DOORS[door].call(cluster, NUM_PROMPT.get(state, 40), 200)
     cluster.faults(holder).wait_fired()
+    if not in_prefill:
+        is_out = lambda: _num_generated(cluster, "prefill-0") > num_drawn  # noqa: E731
+        wait_until(is_out, 10, "no first token")
+        cluster.metrics()  # by now its router has it too
     # STEP 2: the client leaves, and the handoff goes on.
     DOORS[door].leave(call)
     assert cluster.faults(holder).clear()[0] == 1
@@ -47,11 +64,12 @@ def test_leaving_in_mid_handoff_gives_everything_back(state, door, cluster):
     cluster.wait_quiet(GAUGES_S)
     after = cluster.metrics()
 
-    def increase(name: str) -> float:
-        return after.total(name) - before.total(name)
+    def increase(name: str, **labels: str) -> float:
+        name = f"pdserve_requests_{name}_total"
+        return after.total(name, **labels) - before.total(name, **labels)
 
-    assert increase("pdserve_requests_received_total") == 1
-    assert increase("pdserve_requests_aborted_total") == 1
+    assert increase("received") == increase("aborted") == 1
+    assert increase("aborted", phase=PHASES[state]) == 1
     # STEP 3: the next one finds the workers as they were.
     following = GrpcCall(cluster, 48, 4)
     following.wait_end()
@@ -73,6 +91,6 @@ def test_after_leaving_at_most_the_step_that_runs_and_one_more_are_computed(door
     assert _num_generated(cluster) - at_leaving <= 3, "a report may be a step late"
 
 
-def _num_generated(cluster) -> float:
-    (decode,) = (w for w in cluster.view().workers if w.worker.worker_id == "decode-0")
-    return decode.report.counters["generated_tokens"]
+def _num_generated(cluster, worker_id: str = "decode-0") -> float:
+    (worker,) = (w for w in cluster.view().workers if w.worker.worker_id == worker_id)
+    return worker.report.counters["generated_tokens"]

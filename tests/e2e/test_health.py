@@ -105,12 +105,12 @@ class Health:
 
 
 @contextlib.contextmanager
-def always_ready(health: Health) -> Iterator[None]:
+def always_ready(health: Health, pace_s: float = 0.05) -> Iterator[None]:
     """Ask again and again for the time of a ``with``: it is ready each time."""
     is_over, wrong = threading.Event(), []
 
     def ask() -> None:
-        while not is_over.wait(0.05):
+        while not is_over.wait(pace_s):
             told = health.ask()
             if not (told.is_ready and {"", INFERENCE} <= told.serving):
                 wrong.append(told)

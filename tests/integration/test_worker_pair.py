@@ -96,13 +96,14 @@ class RouterView:
     def on_beat(self, beat):
         pass
 
-    def on_tokens(self, tokens, ends, waiting=(), prompts=()):
+    def on_tokens(self, tokens, ends, notices=(), prompts=()):
         for token in tokens:
             seen = self.router.tokens.setdefault((self.worker_id, token.key), {})
             assert token.output_index not in seen
             seen[token.output_index] = token.token_id
-        for told in waiting:
-            self.router.waiting.put_nowait(told)
+        for told in notices:
+            if isinstance(told, ExportWaiting):
+                self.router.waiting.put_nowait(told)
         for end in ends:
             self.router.end_of(self.worker_id, end.key).set_result(end)
 

@@ -16,7 +16,7 @@ from cluster.engine.scheduler import StepScheduler
 from cluster.errors import EngineFault
 from cluster.handoff import ManifestBytes
 from cluster.kv.layout import KVLayout
-from cluster.request import ExportWaiting, Peer
+from cluster.request import ExportWaiting, Peer, Preempted
 from cluster.rpc.link_settings import LinkState
 from cluster.transport.base import PeerLost
 from tests.factories import BLOCK_SIZE, FakeClock, FakeRunner
@@ -299,13 +299,19 @@ class FakeSink:
         self.tokens: dict[tuple, int] = {}
         self.ends: dict = {}
         self.waiting: list[ExportWaiting] = []
+        self.num_preemptions: dict = {}
+        """Of each leg's choice, as it was told last."""
         self.num_messages = 0
 
-    def emit(self, tokens, ends, waiting=(), prompts=()) -> None:
+    def emit(self, tokens, ends, notices=(), prompts=()) -> None:
         self.num_messages += 1
-        for told in waiting:
-            assert told.key not in self.ends, "an export that waits after the end"
-            self.waiting.append(told)
+        for told in notices:
+            assert told.key not in self.ends, "a notice after the end"
+            if isinstance(told, Preempted):
+                assert told.num_preemptions > self.num_preemptions.get(told.key, 0)
+                self.num_preemptions[told.key] = told.num_preemptions
+            else:
+                self.waiting.append(told)
         for token in tokens:
             assert token.key not in self.ends, "a token after the end"
             assert (token.key, token.output_index) not in self.tokens

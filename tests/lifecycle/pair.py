@@ -46,7 +46,7 @@ class DecodeSide:
         self.engine = FakeEngine(self.pool, self.runner, pair.clock, pair.rules)
         inbox = Inbox(
             pool=self.pool, cache=FakeCache(self.runner), patience_s=PATIENCE_S,
-            tier_of=pair.rules.taking_tier, **pair.common,
+            tier_of=pair.rules.taking_tier, needs_all=pair.rules.needs_all, **pair.common,
         )  # fmt: skip
         self.half = DecodeHalf(
             engine=self.engine,
@@ -85,8 +85,9 @@ class Pair:
         script=None,
         streams: bool = True,
         rules: Rules | None = None,
+        p_rules: Rules | None = None,
     ) -> None:
-        """``rules``: of the decode workers."""
+        """``rules``: of the decode workers; ``p_rules``: of the prefill worker."""
         self.rules = rules or Rules()
         self.clock = FakeClock()
         self.faults: list[BaseException] = []
@@ -99,11 +100,11 @@ class Pair:
         self.dialer = FakeDialer()
         self.p_pool = BlockPool(p_blocks)
         p_runner = FakeRunner(script=script)
-        self.p_engine = FakeEngine(self.p_pool, p_runner, self.clock)
+        self.p_engine = FakeEngine(self.p_pool, p_runner, self.clock, p_rules)
         self.p_engine.cache = FakeCache(p_runner)
         outbox = Outbox(
             pool=self.p_pool, cache=self.p_engine.cache, make_dialer=lambda _: self.dialer,
-            streams=streams, **self.common,
+            streams=streams, tier_of=p_rules.tier if p_rules is not None else None, **self.common,
         )  # fmt: skip
         self.prefill = PrefillHalf(
             engine=self.p_engine, pool=self.p_pool, outbox=outbox, clock=self.clock,
@@ -160,8 +161,8 @@ class Pair:
     def start_decode(self, request_id: str = "r", *, on: str = "d", **fields) -> None:
         self.sides[on].start(self.leg(LegKind.DECODE, request_id, **fields))
 
-    def start_local(self, request_id: str = "r", **fields) -> None:
-        self.sides["d"].start(self.leg(LegKind.LOCAL, request_id, **fields))
+    def start_local(self, request_id: str = "r", *, on: str = "d", **fields) -> None:
+        self.sides[on].start(self.leg(LegKind.LOCAL, request_id, **fields))
 
     def redirect(self, to: str, request_id: str = "r", *, starts: bool = True, **fields) -> str:
         """What a router does with a new grant for a waiting export; returns the handoff's id."""
@@ -213,6 +214,14 @@ class Pair:
             await self.settle()
             moved = [engine.step() for engine in engines]
             quiet = 0 if any(moved) else quiet + 1
+
+    async def run_dry_of(self, request_id: str) -> None:
+        """Step the engines until a request has ended on the first decode worker."""
+        key = make_key(request_id)
+        while key not in self.d_sink.ends:
+            self.p_engine.step()
+            await self.settle()
+            await self.step_decode()
 
     def stop_prefill(self) -> None:
         self.prefill.close(AbortCause.FAULT, WorkerLost("the worker is stopping"))

@@ -4,7 +4,7 @@ import pytest
 
 from cluster.config import Policy
 from cluster.engine.rules import Rules
-from cluster.kv.block_pool import Demand
+from cluster.kv.outside import Demand
 from cluster.policy.order import Ordering
 from cluster.policy.tiers import Tiers
 from tests.factories import expected_tokens, make_key

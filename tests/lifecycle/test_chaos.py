@@ -3,7 +3,7 @@
 The router is a simple one: it redirects exports that wait, to either worker, and aborts what is
 left of a request when a leg of it failed. Each request must end, and one that ends well must have
 exactly its tokens; then both pools are as they were. In half of the runs requests have tiers, and
-those of higher ones take blocks of lower ones.
+those of higher ones take blocks of lower ones: of sequences, of exports and of imports.
 """
 
 import random
@@ -35,6 +35,7 @@ class Chaos:
             d_blocks=14 if self.has_tiers else 18,
             streams=self.dice.random() < 0.8,
             rules=BY_TIER if self.has_tiers else None,
+            p_rules=BY_TIER if self.has_tiers else None,
         )
         self.pair.add_decode("e", 12 if self.has_tiers else 14)
         self.tiers: dict[str, str] = {}
@@ -143,9 +144,14 @@ class Chaos:
                 side.sink.ends.pop(key, None)
             num_tokens = len(self.pair.prefill.book.get(key).leg.prompt_ids)
             self.pair.redirect(
-                self.side().worker_id, key.request_id,
-                num_prompt_tokens=num_tokens, priority=self.tier(key.request_id),
+                self.side().worker_id, key.request_id, num_prompt_tokens=num_tokens,
+                priority=self.tier(key.request_id), num_preemptions=self.num_preemptions(key),
             )  # fmt: skip
+
+    def num_preemptions(self, key) -> int:
+        """What the router has been told."""
+        sinks = [self.pair.p_sink, *(side.sink for side in self.pair.sides.values())]
+        return max(sink.num_preemptions.get(key, 0) for sink in sinks)
 
     def is_streaming(self, key) -> bool:
         return any(side.sink.output(key) for side in self.pair.sides.values())
@@ -219,6 +225,7 @@ async def test_whatever_happens_all_is_given_back(seed):
 async def test_the_chaos_is_one():
     """What it is made of does happen, and most of what is asked is served."""
     counts, num_served, num_started, num_preempted, num_parts, num_taken = {}, 0, 0, 0, 0, 0
+    num_gave_way = [0, 0]
     for seed in range(20):
         chaos = Chaos(seed)
         await chaos.run()
@@ -226,6 +233,9 @@ async def test_the_chaos_is_one():
         for source in (pair.prefill.outbox, *(s.half.inbox for s in pair.sides.values())):
             for name, number in source.counts.items():
                 counts[name] = counts.get(name, 0) + number
+        inboxes = [side.half.inbox for side in pair.sides.values()]
+        num_gave_way[0] += pair.prefill.outbox.counts["gave_way"]
+        num_gave_way[1] += sum(inbox.counts["gave_way"] for inbox in inboxes)
         num_started += chaos.num_started
         num_preempted += pair.p_engine.scheduler.num_preemptions
         num_taken += chaos.num_taken_for_imports
@@ -241,4 +251,5 @@ async def test_the_chaos_is_one():
     assert num_served > num_started / 4
     assert num_preempted > 10
     assert num_taken > 5
+    assert min(num_gave_way) > 2, num_gave_way
     assert num_parts > 20

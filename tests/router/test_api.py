@@ -417,12 +417,14 @@ async def test_ready_says_which_role_is_missing(http, cluster):
         (None, ["control plane"]),
     ]:
         cluster.route.view = view
+        cluster.route.is_away_for_long = view is None  # else a first view may still come
         response = await http.get("/health/ready")
         assert (response.status_code, response.json()["missing"]) == (503, missing)
         assert [why.partition(":")[0] for why in response.json()["reasons"]] == missing
         refused = await http.post("/v1/completions", json={"prompt": "hi"})
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
     cluster.route.view = make_view(make_worker("d0", fakes.Role.DECODE))
+    cluster.route.is_away_for_long = False
     response = await http.get("/health/ready")
     assert (response.status_code, response.json()["missing"]) == (200, ["prefill"]), "it prefills"
     cluster.route.view = make_view(make_worker("m0", fakes.Role.MIXED))

@@ -52,6 +52,16 @@ async def test_first_token_goes_out_before_the_transfer_and_its_repeat_is_droppe
     await finished(service, cluster)
 
 
+async def test_the_legs_say_what_the_order_goes_by():
+    cluster = FakeCluster()
+    service = make_router(cluster)
+    generation = await start(cluster, service, priority="low", expected_tokens=7)
+    for worker in await cluster.started("p0", "d0"):
+        assert (worker.legs[0].priority, worker.legs[0].expected_tokens) == ("low", 7)
+    generation.cancel()
+    await finished(service, cluster)
+
+
 async def test_decode_may_overtake_prefill_and_repeat_what_is_out():
     cluster = FakeCluster()
     service = make_router(cluster)

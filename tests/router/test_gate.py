@@ -177,6 +177,29 @@ async def test_only_those_ahead_of_its_tier_are_waited_for():
             )
 
 
+async def test_by_work_only_what_it_will_take_at_least_is_waited_for():
+    """Of a long prompt all may be cached, and its tenant's outputs may be short: only the control
+    plane knows. What a client expects both know, and never more of it than it asks for."""
+    by_work = SchedulingConfig(policy=Policy.SJF)
+    door = Door(tiers=Tiers.of(by_work), ordering=Ordering.of(by_work))
+    asks = GenerateInput(prompt=[1] * 24, max_tokens=30, timeout_s=1.0)
+    # Half a second for each of eight who are of 8 to 15 tokens.
+    waits = {"num_waiting": 8, "waiting_standings": {4: 8}}
+    async with waiting_router(door=door) as (cluster, service):
+        cluster.route.view = make_view(max_queue_requests=20, **waits)
+        await fill(service, 1, asks)
+        await fill(service, 1, replace(asks, expected_tokens=4))
+        await fill(service, 1, replace(asks, expected_tokens=30, max_tokens=4))
+        error = await refused(service, replace(asks, expected_tokens=30))
+        assert "to wait" in error.message
+        cluster.route.view = make_view(max_queue_requests=8, **waits)
+        error = await refused(service, replace(asks, expected_tokens=30, timeout_s=9.0))
+        assert "at most" in error.message
+        await fill(service, 1, asks)
+        error = await refused(service, asks)
+        assert "at most" in error.message, "of those who may be the first there is a surplus of one"
+
+
 async def test_a_queue_full_of_lower_tiers_lets_in_the_first_of_a_higher_one():
     """P-25: before it is read, too; a burst of them between two views fills the surplus only."""
     tiered = SchedulingConfig(policy=Policy.PRIORITY)

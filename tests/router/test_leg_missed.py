@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.errors import WorkerLost
+from cluster.errors import HandoffFailed, WorkerLost
 from cluster.handoff import AbortCause
 from cluster.request import FinishReason
 from tests.router.fakes import FakeCluster, make_router, until
 from tests.router.reading import finished, read, start
 
 A, B = b"ab"
+GIVEN_UP = HandoffFailed("handoff aborted: fault", stage="intake")
 PAIRS = {"disaggregated": ("p0", "d0"), "prefill alone": ("p0", None), "local": (None, "p0")}
 
 
-def missed(service, cluster, attempt=0):
+def missed(service, cluster, attempt=0, worker_id=""):
     """What the control plane says of an attempt."""
-    error = WorkerLost("the worker never had the leg", stage="placement")
+    error = WorkerLost("the worker never had the leg", stage="placement", worker_id=worker_id)
     service.dispatcher.on_leg_missed(cluster.route.wants[0].request_id, attempt, error)
 
 
@@ -105,4 +106,105 @@ async def test_what_is_said_of_another_attempt_or_of_nobody_changes_nothing(monk
     missed(service, cluster, attempt=1)
     await nothing_comes_of_it(cluster, generation)
     missed(service, cluster)
+    await finished(service, cluster)
+
+
+# ---- the start of a decode leg
+
+
+async def prefilled(cluster, service, *pairs):
+    """A request whose first token is out; the pairs answer the wants after that."""
+    cluster.route.pairs = [("p0", "d0"), *pairs]
+    generation = await start(cluster, service, max_tokens=2)
+    prefill, decode = await cluster.started("p0", "d0")
+    prefill.say(A)
+    return generation, prefill, decode
+
+
+@pytest.mark.parametrize("other", ["d1", "d0"])
+async def test_a_lost_start_of_a_decode_leg_is_made_good_without_a_new_prefill(other, monkeypatch):
+    """CASES P-20: long before the export's lease is over, also where there is one worker only."""
+    monkeypatch.setattr("router.attempt.START_S", 0.0)
+    cluster = FakeCluster()
+    service = make_router(cluster)
+    generation, prefill, decode = await prefilled(cluster, service, ("p0", other))
+    missed(service, cluster, worker_id="d0")
+    await until(lambda: decode.aborts)
+    assert (decode.aborts, decode.aborted_grants) == (
+        [(prefill.legs[0].key, AbortCause.FAULT)],
+        ["g0"],
+    )
+
+    # STEP 1: the worker says the end of what it never had, and is asked again.
+    if other == "d0":
+        decode.say(error=GIVEN_UP, aborted_grant="g0")
+        await until(lambda: len(decode.legs) == 2)
+        second = decode
+    else:
+        (second,) = await cluster.started("d1")
+    want = cluster.route.wants[1]
+    assert (want.export.grant_id, want.avoid) == ("g0", ())
+
+    # STEP 2: what is said late is of the old leg.
+    await until(lambda: prefill.redirects)
+    decode.say(error=GIVEN_UP, aborted_grant="g0")
+    missed(service, cluster, worker_id=other)
+    prefill.say(A, ends=True)
+    second.say(A, B, finish=FinishReason.LENGTH)
+    text, _, finish = await read(generation)
+    assert (text, finish.timeline.num_attempts, len(prefill.legs)) == ("ab", 1, 1)
+    assert (decode.aborted_grants, len(cluster.route.wants)) == (["g0"], 2)
+    await finished(service, cluster)
+
+
+async def test_a_worker_that_loses_two_starts_is_avoided(monkeypatch):
+    monkeypatch.setattr("router.attempt.START_S", 0.0)
+    monkeypatch.setattr("router.attempt.REDIRECT_GAP_S", 0.0)
+    cluster = FakeCluster()
+    service = make_router(cluster)
+    generation, prefill, decode = await prefilled(cluster, service, ("p0", "d0"), ("p0", "d1"))
+    missed(service, cluster, worker_id="d0")
+    await until(lambda: decode.aborts)
+    decode.say(error=GIVEN_UP, aborted_grant="g0")
+    await until(lambda: len(decode.legs) == 2)
+
+    # STEP 1: of the first want nothing more is to be heard; of the second one there is.
+    missed(service, cluster, attempt=0, worker_id="d0")
+    missed(service, cluster, attempt=1, worker_id="d0")
+    (second,) = await cluster.started("d1")
+    assert [want.avoid for want in cluster.route.wants] == [(), (), ("d0.1",)]
+    assert decode.aborted_grants == ["g0", "g1"]
+    prefill.say(A, ends=True)
+    second.say(A, B, finish=FinishReason.LENGTH)
+    assert (await read(generation))[0] == "ab"
+    await finished(service, cluster)
+
+
+async def test_a_lost_start_of_a_decode_leg_whose_kv_is_gone_is_another_attempt(monkeypatch):
+    monkeypatch.setattr("router.attempt.START_S", 0.0)
+    cluster = FakeCluster()
+    service = make_router(cluster)
+    generation, prefill, decode = await prefilled(cluster, service, (None, "p1"))
+    prefill.say(error=HandoffFailed("no decode worker within the lease", stage="handoff"))
+    missed(service, cluster, worker_id="d0")
+    (again,) = await cluster.started("p1")
+    assert again.legs[0].output_ids == (A,)
+    assert decode.aborts
+    again.say(B, start=1, finish=FinishReason.LENGTH)
+    text, _, finish = await read(generation)
+    assert (text, finish.timeline.num_attempts) == ("ab", 2)
+    await finished(service, cluster)
+
+
+async def test_a_decode_leg_that_has_spoken_is_not_missed(monkeypatch):
+    monkeypatch.setattr("router.attempt.START_S", 0.0)
+    cluster = FakeCluster()
+    service = make_router(cluster)
+    generation, prefill, decode = await prefilled(cluster, service)
+    decode.say(A)
+    missed(service, cluster, worker_id="d0")
+    prefill.say(A, ends=True)
+    decode.say(B, start=1, finish=FinishReason.LENGTH)
+    assert (await read(generation))[0] == "ab"
+    assert (len(cluster.route.wants), decode.aborts) == (1, [])
     await finished(service, cluster)

@@ -15,7 +15,8 @@ from cluster.errors import (
     WorkerLost,
 )
 from cluster.handoff import AbortCause
-from cluster.request import FinishReason, LegKind
+from cluster.lifetime import LegTimes
+from cluster.request import MAX_PREEMPTIONS, FinishReason, LegKind
 from router.events import Delta, Finish
 from tests.router.fakes import FakeCluster, make_router, metric, until
 from tests.router.reading import finished, read, start
@@ -71,6 +72,35 @@ async def test_a_decode_worker_that_dies_in_mid_stream_is_replaced():
     assert metric(service, "pdserve_requests_resumed_total") == 1
     assert metric(service, "pdserve_generated_tokens_total") == 5
     assert metric(service, "pdserve_repeated_tokens_total") == 0
+    await finished(service, cluster)
+
+
+async def test_preemptions_are_counted_over_all_workers_and_attempts():
+    """P-15: told as they happen, so that a worker which dies takes no count with it."""
+    cluster = FakeCluster()
+    cluster.route.pairs = [("p0", "d0"), ("p1", "d1"), (None, "d2")]
+    service = make_router(cluster)
+    generation = await start(cluster, service, max_tokens=5)
+    prefill, decode = await cluster.started("p0", "d0")
+    assert [worker.legs[0].num_preemptions for worker in (prefill, decode)] == [0, 0]
+    prefill.preempted(1)
+    prefill.say(A, ends=True)
+    decode.say(A, B)
+    decode.preempted(2)
+    decode.die()
+
+    # STEP 2: a prefill that fails says at its end what it has cost.
+    prefill, _ = await cluster.started("p1", "d1")
+    assert cluster.route.wants[-1].num_preemptions == prefill.legs[0].num_preemptions == 2
+    prefill.say(error=WorkerLost("stopping"), times=LegTimes(num_preemptions=1))
+
+    # STEP 3: what is said beyond all sense is cut off, or no worker would take another leg.
+    (last,) = await cluster.started("d2")
+    assert last.legs[0].num_preemptions == 3
+    last.preempted(1 << 30)
+    last.say(C, D, E, start=2, finish=FinishReason.LENGTH)
+    text, _, finish = await read(generation)
+    assert (text, finish.timeline.num_preemptions) == ("abcde", MAX_PREEMPTIONS)
     await finished(service, cluster)
 
 

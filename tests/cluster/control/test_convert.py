@@ -38,7 +38,11 @@ def make_grant(**changes):
 
 def test_facts_survive_the_wire():
     export = facts.ExportRef(grant_id="g", worker_id="w", incarnation="i")
-    for want in (make_want(avoid=("x", "y"), is_resent=True), make_want(export=export)):
+    wants = (
+        make_want(avoid=("x", "y"), is_resent=True),
+        make_want(export=export, num_preemptions=2, expected_tokens=7, priority="low", tenant="t"),
+    )
+    for want in wants:
         assert convert.want_from_wire(convert.want_to_wire(want)) == want
     for worker in (REGISTRATION, dataclasses.replace(REGISTRATION, pool_role=Role.MIXED)):
         assert convert.registration_from_wire(convert.registration_to_wire(worker)) == worker

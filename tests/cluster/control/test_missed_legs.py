@@ -49,18 +49,73 @@ def test_a_silent_worker_may_have_it():
     assert story.view().counters["grants_taken_back"] == 1
 
 
-def test_a_decode_leg_that_is_missing_is_left_to_the_export():
-    """Its KV is offered in vain, and goes elsewhere without a new prefill."""
-    story = Story()
-    (grant,) = grants(story.want())
-    assert rejects(after_a_while(story, prefill_0=(grant.grant_id,), decode_0=())) == []
-    export = ExportRef(
+def export_of(grant):
+    return ExportRef(
         grant_id=grant.grant_id,
         worker_id=grant.prefill.worker_id,
         incarnation=grant.prefill.incarnation,
     )
-    assert grants(story.want(attempt=1, export=export))
-    assert rejects(after_a_while(story, prefill_0=(grant.grant_id,), decode_0=())) == []
+
+
+def test_the_router_hears_of_a_decode_leg_too_each_time_by_the_number_of_its_want():
+    """Its KV is offered in vain, and can go elsewhere without a new prefill."""
+    story = Story()
+    (grant,) = grants(story.want())
+    held = (grant.grant_id,)
+    (reject,) = rejects(after_a_while(story, prefill_0=held, decode_0=()))
+    assert (reject.attempt, reject.error.worker_id) == (0, "decode-0")
+    (second,) = grants(story.want(attempt=1, export=export_of(grant)))
+    assert second.decode.worker_id == "decode-0"
+    (reject,) = rejects(after_a_while(story, prefill_0=held, decode_0=()))
+    assert (reject.attempt, reject.error.worker_id) == (1, "decode-0")
+
+
+def test_of_two_legs_that_are_missing_the_router_hears_of_the_one_that_computes():
+    """The grant was lost, or one start and then the other: the prompt is computed nowhere."""
+    story = Story()
+    grants(story.want())
+    (reject,) = rejects(after_a_while(story, prefill_0=(), decode_0=()))
+    assert reject.error.worker_id == "prefill-0"
+
+
+def test_a_grant_that_was_lost_is_over_when_its_want_is_withdrawn():
+    """CASES P-20: nobody else would ever say that nothing runs there."""
+    story = Story()
+    (grant,) = grants(story.want())
+    assert story.entry("decode-0").unseen
+    story.planner.cancel_want("r", 0, story.now)
+    story.planner.check()
+    assert story.view().num_granted == 0
+    assert [story.entry(name).charges for name in ("prefill-0", "decode-0")] == [{}, {}]
+    assert story.done(grant) == [], "it has crossed, and is given back twice"
+
+
+def test_a_grant_of_an_export_that_was_lost_is_over_when_its_want_is_withdrawn():
+    """CASES P-20: its lease was over first. What the prefill leg holds counts until it is gone."""
+    story = Story()
+    (grant,) = grants(story.want())
+    story.report("prefill-0", grant.grant_id)
+    grants(story.want(attempt=1, export=export_of(grant)))
+    assert story.entry("decode-0").unseen
+    story.planner.cancel_want("r", 1, story.now)
+    story.planner.check()
+    assert story.view().num_granted == 1
+    assert (list(story.entry("prefill-0").charges), story.entry("decode-0").charges) == (
+        [grant.grant_id],
+        {},
+    )
+    assert story.done(grant) == []
+    assert story.view().num_granted == 0
+
+
+def test_a_want_of_an_export_that_still_waits_leaves_the_first_grant_alone():
+    story = Story()
+    (grant,) = grants(story.want())
+    story.report("prefill-0", grant.grant_id)
+    story.report("decode-0", is_draining=True)
+    assert grants(story.want(attempt=1, export=export_of(grant))) == []
+    story.planner.cancel_want("r", 1, story.now)
+    assert (story.view().num_waiting, story.view().num_granted) == (0, 1)
 
 
 def test_a_grant_that_is_sent_again_gives_its_workers_their_time_anew():

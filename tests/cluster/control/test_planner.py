@@ -179,6 +179,16 @@ def test_a_want_that_only_the_big_pool_holds_does_not_stop_the_others():
     assert grants(story.want("small2")) == [], "the big worker is held for r2"
 
 
+def test_one_that_gives_way_no_more_is_counted_with_all_that_may_come():
+    """P-15: its worker gives it all its blocks at once, and may not be sent more than it holds."""
+    sizes = {"num_prompt_tokens": 32, "max_tokens": 800}
+    story = Story(*two_pools(slots=8), max_preemptions=2)
+    assert len(grants(story.want("once", **sizes, num_preemptions=1))) == 1
+    assert len(grants(story.want("spared", **sizes, num_preemptions=2))) == 1
+    assert grants(story.want("late", num_prompt_tokens=128)) == [], "96 + 832 of 1024"
+    assert len(grants(story.want("small", num_prompt_tokens=32))) == 1
+
+
 def test_one_token_of_a_prompt_that_only_a_mixed_worker_holds():
     story = Story(*two_pools(), make_pool("both", Role.MIXED, kv_tokens=2048))
     (grant,) = grants(story.want(num_prompt_tokens=1500, max_tokens=1))

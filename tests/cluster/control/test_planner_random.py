@@ -18,28 +18,14 @@ from tests.cluster.control.factory import (
     make_want,
     two_pools,
 )
+from tests.cluster.control.idle_room import IdleRoom
 
 SETTINGS = ControlSettings(reconcile_s=0.0, unseen_grant_s=1e9)
 
 
 AGING_S = 0.5
 
-
-GROWTH = SETTINGS.growth_tokens
 TIERS = SchedulingConfig().tiers
-
-
-def can_compute(entry, num_tokens, tier):
-    limit, taken = SchedulingConfig().run_ahead_tokens, entry.taken(tier + 1)[tier]
-    ahead, num_blocks = taken.run_ahead_tokens, -(-num_tokens // 16)
-    has_blocks = num_blocks <= entry.registration.num_blocks - taken.blocks
-    return has_blocks and (ahead == 0 or ahead + num_blocks * 16 <= limit)
-
-
-def can_decode(entry, num_tokens, tier):
-    taken, num_blocks = entry.taken(tier + 1)[tier], -(-num_tokens // 16)
-    has_slot = taken.slots < entry.registration.num_slots
-    return has_slot and num_blocks <= entry.registration.num_blocks - taken.blocks
 
 
 def needs_less(want, other):
@@ -48,6 +34,11 @@ def needs_less(want, other):
         want.num_prompt_tokens < other.num_prompt_tokens
         or want.num_prompt_tokens + want.max_tokens < other.num_prompt_tokens + other.max_tokens
     )
+
+
+def equal_to(want):
+    """What decides on a want besides its arrival."""
+    return (want.priority or "normal", want.num_prompt_tokens, want.max_tokens)
 
 
 @dataclass
@@ -85,6 +76,7 @@ class SimWorker:
 class World:
     def __init__(self, seed, pools, **scheduling):
         self.is_fcfs = scheduling.get("policy", Policy.FCFS) is Policy.FCFS
+        self.is_by_tier = scheduling.get("policy") is Policy.PRIORITY
         self.is_fair = scheduling.get("fair_tenants", False)
         self.takes = scheduling.get("policy") is Policy.PRIORITY
         self.takes &= scheduling.get("preemption") is not Preemption.OFF
@@ -178,6 +170,8 @@ class World:
             if (other.max_tokens == 1) == (want.max_tokens == 1)
             and (other.tenant == want.tenant or not self.is_fair)
         ]
+        equals = [other for other in same if equal_to(other) == equal_to(want)]
+        assert not (self.is_by_tier and equals), f"{key} has overtaken its equals: {equals}"
         for other in same:
             # It has no room where the younger one, which needs less, has; and that for a while.
             if self.is_fcfs:
@@ -317,34 +311,7 @@ class World:
         self.planner.check()
 
     def check_nobody_fits(self):
-        """Room is left only where it is held for an export, or for one who has waited too long;
-        what lower tiers hold is room."""
-        queue, entries = self.planner._queue, list(self.planner._ledger.workers.values())
-        if not len(queue):
-            return
-        oldest = min(w.ticket.arrived for w in queue)
-        holding = max(
-            (self.tier_of(w.want) for w in queue if w.want.export is not None), default=-1
-        )
-        for waiting in queue:
-            tier = self.tier_of(waiting.want)
-            if waiting.ticket.arrived > oldest + AGING_S or tier <= holding:
-                continue
-            prompt, output = waiting.want.num_prompt_tokens, waiting.want.max_tokens - 1
-            computes = [e for e in entries if can_compute(e, prompt, tier)]
-            if self.planner._config.scheduling.preemption is not Preemption.OFF:
-                output = min(output, GROWTH)
-            decodes = [e for e in entries if can_decode(e, prompt + output, tier)]
-            prefills = [e for e in computes if e.registration.role is Role.PREFILL]
-            is_single = waiting.want.max_tokens == 1 and bool(
-                [p for p in self.planner._config.pools if p.role is Role.PREFILL]
-            )
-            assert not (is_single and prefills), waiting.want
-            if is_single:
-                continue
-            local = [e for e in computes if e in decodes and e.registration.role is Role.MIXED]
-            pairs = [e for e in decodes if e.registration.role is Role.DECODE and prefills]
-            assert not local + pairs, f"{waiting.want} could be placed"
+        IdleRoom(self.planner, takes=self.takes, aging_s=AGING_S).check()
 
     def drain(self):
         for _ in range(20_000):

@@ -29,6 +29,21 @@ def test_the_least_expected_work_goes_first():
     assert granted_in_order(story, first, names) == names
 
 
+def test_what_a_tenants_outputs_were_like_tells_what_its_next_ones_will_be():
+    """It goes before a smaller ``max_tokens`` of one whose outputs nobody has seen."""
+    story = Story(*two_pools(slots=1), policy=Policy.SJF)
+    (first,) = grants(story.want("r", tenant="brief", max_tokens=100))
+    (second,) = [*grants(story.want("s", tenant="brief")), *grants(story.done(first, 2))]
+    for name, fields in {
+        "unknown": {"tenant": "new", "max_tokens": 50},
+        "brief": {"tenant": "brief", "max_tokens": 100},
+        "hinted": {"tenant": "brief", "max_tokens": 100, "expected_tokens": 70},
+    }.items():
+        story.want(name, **fields)
+    names = ["brief", "unknown", "hinted"]
+    assert granted_in_order(story, second, names) == names
+
+
 def test_higher_tiers_go_first_until_somebody_has_aged():
     story = Story(
         *two_pools(slots=1), policy=Policy.PRIORITY, aging_s=5.0, preemption=Preemption.OFF
@@ -94,6 +109,17 @@ def test_tenants_get_equal_shares_of_tokens():
         if served["flood"] == 60 * 250:
             break
     assert max(served.values()) <= 2 * min(served.values()), served
+
+
+def test_what_an_output_had_less_than_expected_is_given_back_in_its_tier():
+    """Whoever comes while it runs begins with as much as its tenant was counted until then."""
+    rule = {"policy": Policy.PRIORITY, "fair_tenants": True, "preemption": Preemption.OFF}
+    story = Story(*two_pools(slots=1), **rule)
+    (first,) = grants(story.want("r", tenant="z", priority="high", max_tokens=200))
+    story.want("own", tenant="z", priority="high")
+    story.want("other", tenant="b", priority="high")
+    (grant,) = grants(story.done(first, 1))
+    assert grant.request_id == "own"
 
 
 @pytest.mark.parametrize("batching", [Batching.STATIC, Batching.DYNAMIC])

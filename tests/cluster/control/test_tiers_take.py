@@ -107,6 +107,22 @@ def test_a_higher_tier_takes_blocks_that_sequences_would_give_up(told, is_grante
     assert granted(story.want("n", **want)) == ["n"] * is_granted
 
 
+@pytest.mark.parametrize(("takable", "is_granted"), [((50,), True), ((0, 50), False), ((), False)])
+def test_a_higher_tier_takes_blocks_of_exports_that_wait(takable, is_granted):
+    """P-15: as its prefill worker reports them; those whose bytes are moving are not there."""
+    story = Story(*two_pools(slots=8), **BY_TIER)
+    lows = running(story, "l1", "l2", num_prompt_tokens=400)
+    held = [grant.grant_id for grant in lows]
+    told = {"blocks": BlockCounts(free=NUM_BLOCKS - 50, held=50), "takable_blocks": takable}
+    story.report("decode-0", *held, unreserved_grants=tuple(held))
+    story.report("prefill-0", *held, **told)
+    assert granted(story.want("l3", priority="low", num_prompt_tokens=300)) == []
+    want = {"priority": "normal", "num_prompt_tokens": 500}
+    assert granted(story.want("n1", **want)) == ["n1"] * is_granted
+    assert granted(story.want("n2", **want)) == [], "they are taken once"
+    story.planner.check()
+
+
 def test_blocks_that_were_taken_are_not_taken_again():
     """Before and after the worker has taken them; what the low ones wait for counts for equals."""
     story = Story(*two_pools(slots=8), **BY_TIER)

@@ -8,10 +8,10 @@ from cluster.config import Policy
 from cluster.engine.rules import Rules
 from cluster.engine.sequence import SequenceState
 from cluster.engine.victims import Holdings
-from cluster.kv.block_pool import Demand
+from cluster.kv.outside import Demand
 from cluster.policy.order import Ordering
 from cluster.policy.tiers import Tiers
-from tests.factories import BLOCK_SIZE, Engine, expected_tokens
+from tests.factories import BLOCK_SIZE, Engine, expected_tokens, make_key
 
 TIERS = Tiers(names=("low", "normal", "high"), default="normal")
 BY_TIER = Rules(ordering=Ordering(policy=Policy.PRIORITY, num_tiers=3), tiers=TIERS)
@@ -376,6 +376,49 @@ class TestPreemptionByTier:
         engine.run_to_end()
         assert low.num_preemptions == most
         assert engine.tokens(low) == expected_tokens("low", 30)
+
+    def test_preemptions_elsewhere_count(self):
+        """P-15: one that is at the bound when it comes gives nothing, and its neighbour does."""
+        engine = Engine(num_blocks=16, rules=replace(BY_TIER, max_preemptions=2))
+        sizes = {"priority": "low", "num_prompt_tokens": 16, "max_tokens": 12}
+        once = engine.add("once", num_preemptions_before=1, **sizes)
+        spared = engine.add("spared", num_preemptions_before=2, **sizes)
+        engine.step()
+        assert len(spared.block_ids) == 7, "all that it may come to need"
+        assert engine.scheduler.holdings(engine.clock.now()) == Holdings(
+            giving=((0, once.key),), firm=frozenset({spared.key})
+        )
+        for name in ("h0", "h1", "h2"):
+            engine.add(name, priority="high", num_prompt_tokens=20, max_tokens=4)
+            engine.step()
+        engine.run_to_end()
+        assert (once.num_preemptions_in_all, spared.num_preemptions_in_all) == (2, 2)
+        assert engine.log.preempted == {once.key: 2}
+        assert engine.tokens(once) == expected_tokens("once", 12)
+        assert engine.tokens(spared) == expected_tokens("spared", 12)
+        engine.assert_idle()
+
+    def test_one_that_brings_all_its_blocks_waits_for_nobody_who_lacks_some(self):
+        """P-16: it holds what the one before it waits for, and gives up nothing."""
+        engine = Engine(num_blocks=20, rules=replace(BY_TIER, max_preemptions=1))
+        engine.pool.reserve(8, "h-late", make_key("late"))
+        runs = engine.add("runs", priority="normal", num_prompt_tokens=12, max_tokens=12)
+        engine.step()
+        high = engine.add("high", priority="high", num_prompt_tokens=36, max_tokens=4)
+        engine.step()
+        assert runs.num_preemptions == 1
+        while high.state is not SequenceState.ENDED:
+            engine.step()
+        engine.pool.allocate(8, "another")
+        late = engine.add_imported(
+            "late", num_prompt_tokens=12, max_tokens=20, num_preemptions_before=1
+        )
+        engine.step()
+        assert (runs.state, late.state) == (SequenceState.WAITING, SequenceState.RUNNING)
+        engine.pool.release("another")
+        engine.run_to_end()
+        assert engine.tokens(runs) == expected_tokens("runs", 12)
+        engine.assert_idle()
 
     def test_tiers_have_no_say_without_the_policy(self):
         engine = Engine(max_num_seqs=1, rules=Rules(tiers=TIERS))

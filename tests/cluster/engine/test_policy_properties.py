@@ -9,7 +9,7 @@ from cluster.config import Batching, Policy
 from cluster.engine.rules import Rules
 from cluster.engine.sequence import SequenceState
 from cluster.errors import Cancelled, DeadlineExceeded
-from cluster.kv.block_pool import Demand
+from cluster.kv.outside import Demand
 from cluster.policy.order import Ordering
 from cluster.policy.tiers import Tiers
 from tests.factories import BLOCK_SIZE, FAR, Engine, expected_tokens, make_key
@@ -65,6 +65,10 @@ sizes = st.fixed_dictionaries(
 def equal_to(sequence):
     """What decides on a sequence besides its arrival."""
     return (sequence.tier, sequence.tenant, sequence.num_prompt_tokens, sequence.params.max_tokens)
+
+
+def blocks_for(num_tokens):
+    return -(-num_tokens // BLOCK_SIZE)
 
 
 class Run:
@@ -153,11 +157,15 @@ class Run:
     def plan(self):
         was_running = self.in_state(SequenceState.RUNNING)
         waiting = self.in_state(SequenceState.WAITING)
+        num_preemptions = self.engine.scheduler.num_preemptions
         plan = self.engine.plan()
         now_running = self.in_state(SequenceState.RUNNING)
         self.check_admission(was_running, waiting, now_running)
         left = [s for s in waiting if s.state is SequenceState.WAITING]
-        if self.rules.batching is Batching.CONTINUOUS and not (plan and plan.swaps):
+        # What was given up in the midst of it is shared out by the next one.
+        is_whole = num_preemptions == self.engine.scheduler.num_preemptions
+        is_whole &= not (plan and plan.swaps)
+        if self.rules.batching is Batching.CONTINUOUS and is_whole:
             self.check_idle(now_running, left)
         return plan
 
@@ -221,23 +229,78 @@ class Run:
                 assert came[0] < came[1], f"{sequence.key} was served before {other.key}"
 
     def check_idle(self, now_running, left):
-        """A slot stays empty only where nobody fits, or room is kept for one who waits longer."""
-        if len(now_running) >= self.slots or not left:
+        """A slot stays empty only where nobody has room beside what is kept for those before."""
+        if len(now_running) >= self.slots:
             return
-        kept = any(s.num_preemptions for s in self.in_state(SequenceState.WAITING))
-        oldest = min(s.arrived for s in left)
-        free, demand = self.engine.pool.num_free, self.engine.pool.demand
-        growing = sum(1 for _ in now_running)
+        short = [s for s in left if not self.has_room(s, now_running)]
+        keys = {sequence.key for sequence in short}
         for sequence in left:
-            if kept or sequence.arrived > oldest + self.rules.ordering.aging_s:
-                continue
-            num_tokens = sequence.num_tokens
-            if not self.rules.preempts:  # it starts with room for all that may come
-                num_tokens = sequence.num_prompt_tokens + sequence.params.max_tokens
-            need = -(-num_tokens // BLOCK_SIZE) + 1
-            if demand is not None and demand.tier > sequence.tier:
-                need += demand.num_blocks
-            assert need + growing > free, f"{sequence.key} could run"
+            if sequence.key not in keys:
+                is_kept = any(self.is_kept_from(sequence, other) for other in short)
+                assert is_kept, f"{sequence.key} could run"
+
+    def has_room(self, sequence, running):
+        """Whether there are blocks for it, and for everybody's next token; those of lower tiers
+        who give way are its own."""
+        if self.brings_blocks(sequence):
+            return True
+        now, demand = self.engine.clock.now(), self.engine.pool.demand
+        has_aged = self.rules.ordering.has_aged(sequence.arrived, now)
+        is_promised = demand is not None and demand.tier > sequence.tier and not has_aged
+        need = self.to_start(sequence) - len(sequence.block_ids)
+        need += max(0, blocks_for(self.next_tokens(sequence)) - self.to_start(sequence))
+        need += demand.num_blocks if is_promised else 0
+        need += sum(
+            max(0, blocks_for(self.next_tokens(other)) - len(other.block_ids)) for other in running
+        )
+        takable = sum(
+            len(other.block_ids)
+            for other in self.sequences
+            if self.rules.takes_from_below
+            and other.tier < sequence.tier
+            and other.num_preemptions < self.rules.max_preemptions
+            and not self.rules.ordering.has_aged(other.arrived, now)
+        )
+        return need <= self.engine.pool.num_free + takable
+
+    def starts_with_all(self, sequence):
+        return not self.rules.preempts or sequence.num_preemptions >= self.rules.max_preemptions
+
+    def brings_blocks(self, sequence):
+        return bool(sequence.block_ids) and not self.starts_with_all(sequence)
+
+    def to_start(self, sequence):
+        """With how many blocks it starts; the last token is never computed."""
+        most = sequence.num_prompt_tokens + sequence.params.max_tokens - 1
+        return blocks_for(most if self.starts_with_all(sequence) else sequence.num_tokens)
+
+    def next_tokens(self, sequence):
+        most = sequence.num_prompt_tokens + sequence.params.max_tokens - 1
+        return min(sequence.num_tokens + 1, max(most, sequence.num_tokens))
+
+    def is_kept_from(self, sequence, other):
+        """Whether what the other lacks is kept for it: it started before, or waits for too long.
+
+        Whatever is left is less than it lacks, so that nothing is left beside it.
+        """
+        if self.brings_blocks(sequence):
+            return False
+        aging_s = self.rules.ordering.aging_s
+        if not other.num_preemptions and sequence.arrived <= other.arrived + aging_s:
+            return False
+        # Between tenants it may be either's turn.
+        return self.rules.ordering.is_fair or self.place(other) < self.place(sequence)
+
+    def place(self, sequence):
+        """Who is looked at first, where shares are not fair."""
+        ordering = self.rules.ordering
+        has_aged = ordering.has_aging and ordering.has_aged(
+            sequence.arrived, self.engine.clock.now()
+        )
+        num_above = 2 - sequence.tier if ordering.policy is Policy.PRIORITY else 0
+        has_started = sequence.num_preemptions > 0
+        is_early = has_aged or (has_started and num_above == 0)
+        return -1 if is_early else num_above, not has_started, sequence.arrived, sequence.order
 
     def finish(self):
         for _ in range(3000):

@@ -5,7 +5,8 @@ import threading
 
 import pytest
 
-from cluster.kv.block_pool import BlockCounts, BlockPool, Demand, OwnershipError
+from cluster.kv.block_pool import BlockCounts, BlockPool, OwnershipError
+from cluster.kv.outside import Demand
 from tests.factories import make_key
 
 

@@ -64,7 +64,7 @@ def test_an_export_goes_first_in_its_tier_where_tiers_take_and_before_all_when_i
         {"tier": 1},
         {"tier": 2, "ahead": Ahead.OF_TIER, "tenant": "a"},
     )
-    queue.tenants.charge("a", 100.0)
+    queue.tenants(0).charge("a", 100.0)
     assert queue.in_order(4.0) == ["r5", "r2", "r3", "r4", "r0", "r1"]
     assert queue.in_order(5.0)[:2] == ["r0", "r5"]
 
@@ -76,7 +76,7 @@ def test_a_turn_that_goes_before_an_aged_request_goes_after_the_exports_of_its_t
         {"tenant": "modest", "arrived": 4.0},
         {"tenant": "flood", "arrived": 4.0, "ahead": Ahead.OF_TIER},
     )
-    queue.tenants.charge("flood", 100.0)
+    queue.tenants(0).charge("flood", 100.0)
     assert queue.in_order(5.0) == ["r2", "r1", "r0"]
 
 
@@ -87,16 +87,31 @@ def test_the_tenant_that_was_served_least_is_next():
         tenant = queue.ticket(item).tenant
         seen.append(item)
         queue.remove(item)
-        queue.tenants.charge(tenant, 10.0)
+        queue.tenants(0).charge(tenant, 10.0)
     assert seen == ["r0", "r3", "r1", "r4", "r2"]
 
 
 def test_who_was_away_has_saved_no_credit():
     queue = make_queue(is_fair=True)
     fill(queue, {"tenant": "a"})
-    queue.tenants.charge("a", 1000.0)
+    queue.tenants(0).charge("a", 1000.0)
     queue.add("late", "late", Ticket(arrived=9.0, order=9, tenant="b"))
-    assert queue.tenants.counter("b") == 1000.0
+    assert queue.tenants(0).counter("b") == 1000.0
+
+
+def test_what_a_tenant_is_served_in_one_tier_takes_no_turn_from_it_in_another():
+    queue = fill(
+        make_queue(Policy.PRIORITY, is_fair=True),
+        *({"tenant": tenant, "tier": tier} for tenant in "ab" for tier in (1, 1, 2)),
+    )
+    queue.tenants(2).charge("a", 1000.0)
+    seen = []
+    for item in queue.walk(0.0):
+        ticket = queue.ticket(item)
+        seen.append(item)
+        queue.remove(item)
+        queue.tenants(ticket.tier).charge(ticket.tenant, 10.0)
+    assert seen == ["r5", "r2", "r0", "r3", "r1", "r4"]
 
 
 def test_age_takes_no_turn_of_a_tenant_that_was_served_less():
@@ -108,13 +123,29 @@ def test_age_takes_no_turn_of_a_tenant_that_was_served_less():
         {"tenant": "modest", "tier": 0, "arrived": 5.0},
         {"tenant": "urgent", "tier": 2, "arrived": 5.0},
     )
-    queue.tenants.charge("flood", 100.0)
+    queue.tenants(1).charge("flood", 100.0)
     assert queue.in_order(4.0) == ["r4", "r2", "r0", "r1", "r3"]
-    assert queue.in_order(6.0) == ["r4", "r2", "r0", "r1", "r3"]
-    queue.tenants.charge("urgent", 200.0)
-    assert queue.in_order(6.0) == ["r2", "r0", "r1", "r4", "r3"], "and they pass a higher tier"
-    queue.tenants.charge("modest", 101.0)
+    assert queue.in_order(6.0) == ["r2", "r0", "r1", "r4", "r3"], "its tier's turn came"
+    queue.tenants(1).charge("modest", 101.0)
     assert queue.in_order(6.0) == ["r0", "r1", "r4", "r2", "r3"]
+
+
+def test_the_oldest_of_those_who_aged_brings_the_next_turn_of_its_tier():
+    """One that finds no room brings none, and a tenant's high ones wait for nobody else's."""
+    queue = fill(
+        make_queue(Policy.PRIORITY, is_fair=True),
+        {"tenant": "a", "tier": 0, "arrived": 0.0, "group": "large"},
+        {"tenant": "a", "tier": 1, "arrived": 1.0},
+        {"tenant": "b", "tier": 0, "arrived": 2.0},
+        {"tenant": "b", "tier": 1, "arrived": 3.0},
+        {"tenant": "a", "tier": 2, "arrived": 6.0},
+        {"tenant": "b", "tier": 0, "arrived": 6.0},
+    )
+    queue.tenants(0).charge("a", 100.0)
+    assert queue.in_order(6.5) == ["r2", "r5", "r0", "r1", "r4", "r3"]
+    walk = queue.walk(6.5)
+    walk.close_if("large", is_over=True)
+    assert list(walk) == ["r1", "r4", "r3", "r2", "r5"]
 
 
 def test_a_closed_group_is_left_out_of_the_rest_of_the_walk():

@@ -6,7 +6,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster.errors import HandoffFailed, InvalidRequest, WorkerLost
+from cluster.errors import Cancelled, HandoffFailed, InvalidRequest, WorkerLost
 from cluster.handoff import AbortCause
 from cluster.request import (
     Beat,
@@ -15,6 +15,7 @@ from cluster.request import (
     LegEnd,
     LegKey,
     Peer,
+    Preempted,
     Redirect,
     Token,
 )
@@ -31,13 +32,17 @@ async def test_legs_aborts_tokens_and_ends_go_both_ways(attached):
     await client.start_leg(make_leg())
     leg, sink = await soon(attached.handler.legs)
     assert leg == make_leg()
-    await client.abort_leg(KEY, AbortCause.STOPPED)
+    await client.abort_leg(KEY, AbortCause.STOPPED, "grant")
     assert await soon(attached.handler.aborts) == (KEY, AbortCause.STOPPED)
+    assert attached.handler.aborted == [("grant", sink)]
     sink.emit([Token(KEY, 0, 5)], [])
     sink.emit([Token(KEY, 1, 6)], [LegEnd(key=KEY, finish_reason=FinishReason.LENGTH)])
     tokens, ends = await soon(events.batches)
     assert tokens == [Token(KEY, 0, 5), Token(KEY, 1, 6)]
     assert ends == [LegEnd(key=KEY, finish_reason=FinishReason.LENGTH)]
+    sink.emit([], [LegEnd(key=KEY, error=Cancelled("not here"), grant_id="grant")])
+    _, (answer,) = await soon(events.batches)
+    assert (answer.key, answer.grant_id, type(answer.error)) == (KEY, "grant", Cancelled)
 
 
 async def test_a_router_that_goes_away_takes_its_legs_along(attached):
@@ -234,6 +239,15 @@ async def test_exports_that_wait_go_down_and_redirects_up(attached):
     redirect = Redirect(key=KEY, handoff_id="h2", peer=peer)
     await client.redirect_leg(redirect)
     assert await soon(attached.handler.redirects) == redirect
+
+
+async def test_preemptions_go_down_with_a_steps_tokens(attached):
+    client, events = attached.client()
+    await client.start_leg(make_leg())
+    _, sink = await soon(attached.handler.legs)
+    sink.emit([Token(KEY, 0, 5)], [], [Preempted(KEY, 3)])
+    assert await soon(events.batches) == ([Token(KEY, 0, 5)], [])
+    assert await soon(events.waiting) == Preempted(KEY, 3)
 
 
 async def test_a_worker_says_that_it_lives_and_how_far_its_engine_is(attached, monkeypatch):

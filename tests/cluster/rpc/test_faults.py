@@ -134,7 +134,7 @@ async def test_legs_and_redirects_pass_too():
         def redirect_leg(self, redirect) -> None:
             self.heard.append(redirect)
 
-        def abort_leg(self, key, cause) -> None:
+        def abort_leg(self, key, cause, grant_id, sink) -> None:
             self.heard.append(key)
 
     legs, switch = Legs(), FaultSwitch()
@@ -142,7 +142,7 @@ async def test_legs_and_redirects_pass_too():
     switch.set([Fault(verb=Verb.HOLD, point=Point.REDIRECT)])
     redirect = Redirect(key=make_key("a"), handoff_id="h", peer=FakeLink.peer)
     faulty.redirect_leg(redirect)
-    faulty.abort_leg(redirect.key, AbortCause.CANCELLED)
+    faulty.abort_leg(redirect.key, AbortCause.CANCELLED, "grant", None)
     assert legs.heard == []
     switch.set(())
     assert legs.heard == [redirect, redirect.key]

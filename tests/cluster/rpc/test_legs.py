@@ -9,7 +9,17 @@ from cluster.errors import BY_CODE, DeadlineExceeded, InvalidRequest, PdserveErr
 from cluster.handoff import AbortCause
 from cluster.kv.layout import KVLayout
 from cluster.lifetime import LegTimes
-from cluster.request import FinishReason, LegEnd, LegKey, LegKind, Peer, PromptPrefix, Token
+from cluster.request import (
+    MAX_PREEMPTIONS,
+    FinishReason,
+    LegEnd,
+    LegKey,
+    LegKind,
+    Peer,
+    Preempted,
+    PromptPrefix,
+    Token,
+)
 from cluster.rpc import convert
 from cluster.rpc.leg_rules import LegRules
 from cluster.rpc.legs import LegBook
@@ -31,7 +41,8 @@ LAYOUT = KVLayout(
         make_leg(),
         make_leg(
             kind=LegKind.DECODE, peer=None, output_ids=(4, 5), tenant="t", waited_s=1.5,
-            prefix=PromptPrefix(stride_tokens=1, names=(2**64 - 1, 7)),
+            prefix=PromptPrefix(stride_tokens=1, names=(2**64 - 1, 7)), num_preemptions=3,
+            expected_tokens=7, priority="low",
         ),
         make_leg(
             kind=LegKind.LOCAL,
@@ -109,6 +120,8 @@ NAN, INF = float("nan"), float("inf")
         (make_leg(waited_s=-0.1), "waited_s"),
         (make_leg(waited_s=NAN), "waited_s"),
         (make_leg(waited_s=INF), "waited_s"),
+        (make_leg(num_preemptions=-1), "num_preemptions"),
+        (make_leg(num_preemptions=MAX_PREEMPTIONS + 1), "num_preemptions"),
         (make_leg(prompt_ids=()), "prompt_ids"),
         (make_leg(prompt_ids=(1, 100)), "prompt_ids"),
         (make_leg(output_ids=(100,)), "output_ids"),
@@ -164,9 +177,11 @@ def test_what_can_be_served_passes(leg):
 class ListSink:
     def __init__(self) -> None:
         self.messages = []
+        self.notices = []
 
-    def emit(self, tokens, ends, waiting=(), prompts=()) -> None:
+    def emit(self, tokens, ends, notices=(), prompts=()) -> None:
         self.messages.append((list(tokens), list(ends)))
+        self.notices.extend(notices)
 
 
 def test_a_step_is_one_message_for_each_router():
@@ -182,6 +197,26 @@ def test_a_step_is_one_message_for_each_router():
     assert [(len(t), len(e)) for t, e in other.messages] == [(1, 0)]
     assert legs[0].key not in book
     assert book.counts == {"received": 3, "stop": 1}
+
+
+def test_a_leg_goes_on_counting_its_preemptions_and_tells_each_at_once():
+    """Also of one that is given up: another attempt goes on from there."""
+    book, sink = LegBook(), ListSink()
+    opened = book.open(make_leg(num_preemptions=2), sink, 0.0)
+    assert opened.sequence(frozenset(), 0.0).num_preemptions_before == 2
+    opened.give_up(AbortCause.CANCELLED, None)
+    told = [Preempted(opened.key, 3), Preempted(make_key("another half's"), 1)]
+    book.preempted(told, {opened.key})
+    book.flush()
+    assert sink.notices == told[:1]
+    opened.preempted(1)
+    assert opened.sequence(frozenset(), 0.0).num_preemptions_before == 3, "old word is no news"
+
+
+def test_the_engine_is_told_what_the_order_goes_by():
+    said = {"expected_tokens": 7, "priority": "low", "tenant": "t"}
+    sequence = LegBook().open(make_leg(**said), ListSink(), 0.0).sequence(frozenset(), 0.0)
+    assert {name: getattr(sequence, name) for name in said} == said
 
 
 def test_a_leg_goes_on_aging_and_is_measured_from_when_it_came():

@@ -22,7 +22,7 @@ from cluster.rpc.link_convert import (
 from cluster.transport.manifest import MAX_PACKED_BYTES
 from cluster.wire import worker_pb2 as pb
 
-OFFER = Offer(handoff_id="h", key=LegKey("r", 1, 2), num_blocks=3, num_tokens=40)
+OFFER = Offer(handoff_id="h", key=LegKey("r", 1, 2), num_blocks=3, num_tokens=40, num_preemptions=2)
 SIGNALS = [
     OFFER,
     dataclasses.replace(OFFER, is_redirected=True),

@@ -46,7 +46,7 @@ def as_map(manifest: Manifest) -> dict[str, object]:
 
 
 def test_survives_the_wire():
-    manifest = make_manifest(output_ids=tuple(range(1000)))
+    manifest = replace(make_manifest(output_ids=tuple(range(1000))), num_preemptions=3)
     assert Manifest.unpack(manifest.pack()) == manifest
 
 
@@ -217,6 +217,9 @@ def test_blocks_and_bytes_must_fit_the_layout():
         ("num_tokens", 0),
         ("num_tokens", 1 << 30),
         ("turn", -1),
+        ("num_preemptions", -1),
+        ("num_preemptions", 1 << 30),
+        ("num_preemptions", 1.0),
         ("first_block", -1),
         ("num_blocks", -32),
         ("num_blocks", 31),
