@@ -136,7 +136,7 @@ def test_nodes_that_come_late_are_waited_for(monkeypatch):
     assert len(told) == 1
     assert "pool a: 0 of 1 workers fit" in told[0]
     answers.append([HEAD_NODE])
-    with pytest.raises(StartupError, match="^pool a: 0 of 1 workers fit"):
+    with pytest.raises(StartupError, match=r"^pool a: 0 of 1 workers fit"):
         on_cluster._wait_for_nodes(config, 0.0)
 
 

@@ -58,7 +58,7 @@ async def make_attempt(*, output_ids=(), is_local=False, max_tokens=3, asks=True
     )
     owner = SimpleNamespace(
         note_lost=lambda *_, **__: None, may_go_on=lambda _: False, age_s=lambda: 0.0,
-        num_preemptions=0,
+        num_preemptions=0, note_preempted=lambda _: None,
     )  # fmt: skip
     params = SamplingParams(max_tokens=max_tokens, num_logprobs=0, prompt_logprobs=asks)
     request = Request(request_id="r", prompt_ids=PROMPT, params=params, deadline=9.0)
