@@ -228,7 +228,7 @@ class SchedulingConfig:
     """Of requests that name none."""
     aging_s: float = 5.0
     """Nobody who is younger by more than this overtakes a request, or takes what it waits for or
-    has; where tenants are served fairly, nobody of the same tenant."""
+    has; where tenants are served fairly, nobody of the same tenant in its tier."""
     fair_tenants: bool = False
     """Whether tenants get fair shares of tokens within a tier."""
     preemption: Preemption = Preemption.RECOMPUTE

@@ -118,6 +118,8 @@ class AbortHandoff:
     handoff_id: str
     cause: AbortCause
     detail: str = ""
+    num_preemptions: int = 0
+    """Of the choice so far: a receiver whose blocks went to a higher tier has counted one more."""
 
 
 LinkSignal = Offer | Credit | ManifestBytes | Commit | AbortHandoff

@@ -27,12 +27,18 @@ class GivingImports:
     """Tells the pool whose reservations may be asked for; event loop only."""
 
     def __init__(
-        self, pool: BlockPool, errands: Errands, give_way: Callable[[Import, OpenLeg], None]
+        self,
+        pool: BlockPool,
+        errands: Errands,
+        give_way: Callable[[Import, OpenLeg], None],
+        *,
+        gives: bool,
     ) -> None:
-        """``give_way`` ends an import that is asked for."""
+        """``give_way`` ends an import that is asked for; without ``gives`` none is."""
         self._pool = pool
         self._errands = errands
         self._give_way = give_way
+        self._gives = gives
         self._imports: dict[tuple[str, str], Import] = {}
         pool.subscribe(self._on_told)
 
@@ -41,24 +47,21 @@ class GivingImports:
 
         False where they are not there, beside those that others give for a higher tier.
         """
-        pool, opened = self._pool, entry.opened
-        assert opened is not None, "joined before it has blocks"
+        pool = self._pool
         if num_blocks + pool.outside.kept_from(entry.tier) > pool.num_free:
             return False
         if pool.reserve(num_blocks, handoff.handoff_id, handoff.key) is None:
             return False
-        holder = _holder(entry)
-        self._imports[holder] = entry
-        pool.outside.enter(
-            Outsider(
-                holder=holder,
-                tier=entry.tier,
-                arrived=opened.arrived,
-                num_preemptions=opened.leg.num_preemptions,
-                num_importing=num_blocks,
-            )
-        )
+        self._enter(entry)
         return True
+
+    def preempted(self, entry: Import, num_preemptions: int) -> None:
+        """Note how often the choice of one that has blocks was preempted in all: it may give no
+        more."""
+        assert entry.opened is not None, "joined before it has blocks"
+        if num_preemptions > entry.opened.leg.num_preemptions:
+            entry.opened.preempted(num_preemptions)
+            self._enter(entry)
 
     def leave(self, entry: Import) -> None:
         """Let it be asked no more; nothing happens where it has no blocks."""
@@ -71,6 +74,22 @@ class GivingImports:
         for entry in asked:
             if entry is not None and entry.opened is not None:
                 self._give_way(entry, entry.opened)
+
+    def _enter(self, entry: Import) -> None:
+        if not self._gives:
+            return
+        assert entry.opened is not None, "joined before it has blocks"
+        holder = _holder(entry)
+        self._imports[holder] = entry
+        self._pool.outside.enter(
+            Outsider(
+                holder=holder,
+                tier=entry.tier,
+                arrived=entry.opened.arrived,
+                num_preemptions=entry.opened.leg.num_preemptions,
+                num_importing=len(self._pool.importing(entry.handoff_id) or ()),
+            )
+        )
 
     def _on_told(self) -> None:
         # On whichever thread changed something in the pool.

@@ -33,14 +33,12 @@ from cluster.rpc.legs import OpenLeg, abort_error
 from cluster.transport.manifest import Manifest
 from decode_worker import agreement
 from decode_worker.giving import GivingImports
-from decode_worker.landing import BlockWriter, Landing
+from decode_worker.landing import BlockWriter, Landing, discard
 from decode_worker.past import PastHandoffs
 from decode_worker.reservations import Import, WaitingImports
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from torch import Tensor
 
     from cluster.clock import Clock
     from cluster.kv.block_pool import BlockPool
@@ -75,12 +73,14 @@ class Inbox:
         errands: Errands,
         needs_all: Callable[[int], bool] = lambda _: False,
         tier_of: Callable[[str, float, float], int] = lambda *_: 0,
+        gives: bool = True,
     ) -> None:
         """``patience_s``: how long an offer waits for blocks before it is refused.
 
         ``needs_all``: whether one that was preempted so often reserves for the whole output that
         may follow too, since nobody will give way to it, or it will give way no more.
         ``tier_of``: (tier's name, arrival, now) to how high a leg is, where lower ones give way.
+        ``gives``: whether reservations give way too.
         """
         self._pool = pool
         self._cache = cache
@@ -91,7 +91,8 @@ class Inbox:
         self._owner: InboxEvents | None = None
         self._imports: dict[str, Import] = {}
         self._waiting = WaitingImports(patience_s, tier_of)
-        self._giving = GivingImports(pool, errands, self._give_way)
+        self.gives = gives
+        self._giving = GivingImports(pool, errands, self._give_way, gives=gives)
         self._past = PastHandoffs()
         self._errands = errands
         self.counts: Counter[str] = Counter()
@@ -274,7 +275,7 @@ class Inbox:
         assert entry.landing is not None, "set with the offer"
         try:
             agreement.check_manifest(manifest, entry.offer, entry.opened.leg, self._layout)
-            entry.opened.preempted(manifest.num_preemptions)
+            self._giving.preempted(entry, manifest.num_preemptions)
             if self._num_blocks(entry) > len(self._pool.importing(entry.handoff_id) or ()):
                 # Its prefill has just been preempted for the last time.
                 self._refuse(entry, "and all that may come")
@@ -288,7 +289,8 @@ class Inbox:
         return entry
 
     async def _receive(self, link: Link, manifest: Manifest, entry: Import | None) -> None:
-        scatter = functools.partial(self._scatter, entry, manifest)
+        landing = entry.landing if entry is not None else None
+        scatter = functools.partial(landing.write, manifest) if landing is not None else discard
         try:
             await link.recv_import(manifest, scatter, timeout_s=None)
         except PdserveError as error:
@@ -311,18 +313,6 @@ class Inbox:
             self.counts["dropped_segments"] += 1
             return
         self._end(entry, AbortCause.FAULT, error, tells=True)
-
-    def _scatter(
-        self,
-        entry: Import | None,
-        manifest: Manifest,
-        start: int,
-        num_blocks: int,
-        staged_B: Tensor,
-    ) -> None:
-        # On the link's thread.
-        if entry is not None and entry.landing is not None:
-            entry.landing.write(manifest, start, num_blocks, staged_B)
 
     def _commit(self, link: Link, entry: Import, manifest: Manifest) -> None:
         landing, opened = entry.landing, entry.opened
@@ -378,16 +368,20 @@ class Inbox:
             handoff_id, cause.value, state.value if state is not None else "waiting for its offer",
         )  # fmt: skip
         del self._imports[handoff_id]
-        self._giving.leave(entry)
         was_waiting = self._waiting.remove(entry)
         self._past.remember(handoff_id, cause, self._clock.now())
         if entry.landing is not None:
             entry.landing.abort(cause)
+        # After that: else whoever it was asked for would ask another.
+        self._giving.leave(entry)
         if was_waiting:
             # It held back those behind it, and had no blocks whose return would wake them.
             self._errands.soon(self.reserve_waiting)
         if tells and entry.link is not None:
-            message = AbortHandoff(handoff_id=handoff_id, cause=cause, detail=detail)
+            count = entry.opened.leg.num_preemptions if entry.opened is not None else 0
+            message = AbortHandoff(
+                handoff_id=handoff_id, cause=cause, detail=detail, num_preemptions=count
+            )
             self._errands.tell(entry.link, message)
 
     def _tell_owner(self, opened: OpenLeg, cause: AbortCause, error: PdserveError | None) -> None:

@@ -47,6 +47,10 @@ class BlockWriter(Protocol):
         ...
 
 
+def discard(start: int, num_blocks: int, staged_B: Tensor) -> None:
+    """Take bytes that are nobody's."""
+
+
 class Landing:
     """One handoff on the receiver's side, with its reservation in the pool."""
 

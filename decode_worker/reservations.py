@@ -65,7 +65,7 @@ class Import:
 
     def demand(self, num_blocks: int) -> Demand:
         """Return what it lacks while there are not so many blocks for it."""
-        return Demand(num_blocks=num_blocks, tier=self.tier)
+        return Demand(num_blocks=num_blocks, tier=self.tier, is_import=True)
 
 
 _Line = tuple[int, bool]

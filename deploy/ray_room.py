@@ -70,7 +70,11 @@ def ray_nodes() -> list[Node]:
 
 
 def own_use(app: Mapping[str, Any]) -> defaultdict[str, Counter[str]]:
-    """Return what the app's replicas hold, by node id, from what Serve knows of it."""
+    """Return what the app's replicas hold, by node id, from what Serve knows of it.
+
+    Serve tells what a deployment asks for now, and of a replica neither that nor its version: while
+    an update that changes it is under way, old replicas are taken to hold what new ones do.
+    """
     held: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for deployment in app.get("deployments", {}).values():
         options = deployment["deployment_config"].get("ray_actor_options") or {}

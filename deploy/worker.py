@@ -309,6 +309,7 @@ class Worker:
             errands=self._errands,
             needs_all=self._rules.needs_all,
             tier_of=self._rules.taking_tier,
+            gives=self._config.router.resume,
         )
         self._acceptor = LinkAcceptor(
             me=self._link_name(),

@@ -160,11 +160,20 @@ class WorkerReporter:
         return tuple(takable[tier] for tier in range(max(takable, default=-1) + 1))
 
     def _firm(self, snapshot: EngineSnapshot) -> list[OpenLeg]:
-        """Return the legs that the engine keeps from higher tiers, and all that have aged: they may
-        wait for blocks, or as exports."""
+        """Return the legs that the engine keeps from higher tiers, those outside it that keep their
+        blocks since they gave way so often, and all that have aged: they may wait for blocks."""
         firm, rules, now = snapshot.holdings.firm, self._rules, self._clock.now()
         legs = [opened for half in self._legs.halves for opened in half.book]
-        return [o for o in legs if o.key in firm or rules.is_firm(o.arrived, now)]
+        return [
+            o
+            for o in legs
+            if o.key in firm or rules.is_firm(o.arrived, now) or self._is_spared(o.leg)
+        ]
+
+    def _is_spared(self, leg: Leg) -> bool:
+        rules = self._rules
+        is_over = rules.takes_from_below and rules.needs_all(leg.num_preemptions)
+        return is_over and not self._is_bare(leg)
 
     def _gone(self) -> tuple[tuple[int, ...], bool]:
         """What the control plane believes to be cached and is not, by its names."""

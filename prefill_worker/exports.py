@@ -121,8 +121,8 @@ class Export:
     """When it was first offered to anyone."""
     outgoing: Outgoing | None = None
     """The handoff under way; without one the export waits for a redirect."""
-    lease_ends: float = 0.0
-    """Until when it waits."""
+    lease_begins: float = 0.0
+    """Since when it waits, once it is whole."""
     output_ids: tuple[int, ...] = ()
     """The tokens drawn so far, once the KV is whole and the export holds its blocks."""
     logprobs: TokenLogprobs | None = None
@@ -143,6 +143,14 @@ class Export:
     def holder(self) -> Holder:
         """Who holds its blocks."""
         return export_holder(self.opened.leg.handoff_id) if self.is_whole else self.key
+
+    def preempted(self, num_preemptions: int) -> None:
+        """Note how often its choice was preempted in all, as its receiver counts; its sequence,
+        if it is still computed, goes on from there."""
+        self.opened.preempted(num_preemptions)
+        sequence = self.sequence
+        num_elsewhere = num_preemptions - sequence.num_preemptions
+        sequence.num_preemptions_before = max(sequence.num_preemptions_before, num_elsewhere)
 
     def take_segment(self, pool: BlockPool, layout: KVLayout) -> Segment | None:
         """Hold what is finished and not sent yet as a segment; None where there is nothing.

@@ -191,7 +191,7 @@ class Outbox:
         self._pool.rename(opened.key, export_holder(opened.leg.handoff_id))
         export.output_ids, export.logprobs = output_ids, logprobs
         export.times = replace(times, reserve_wait_s=export.times.reserve_wait_s)
-        export.first_token_at = self._clock.now()
+        export.first_token_at = export.lease_begins = self._clock.now()
         self.sender.push(export)
         self._may_give(export)
 
@@ -239,7 +239,8 @@ class Outbox:
                 # Until it is whole the engine keeps the deadline.
                 self._fail(export, AbortCause.DEADLINE, "the deadline passed before the COMMIT")
             elif outgoing is None:
-                if now >= export.lease_ends:
+                # While it is computed it takes nothing that its engine does not need anyway.
+                if export.is_whole and now >= export.lease_begins + self._lease_s:
                     self._fail(export, AbortCause.LEASE, "no decode worker within the lease")
             elif outgoing.is_uncommitted(now, self._lease_s):
                 self._fail(export, AbortCause.LEASE, "no COMMIT within the export's lease")
@@ -335,7 +336,7 @@ class Outbox:
     def _wait(self, outgoing: Outgoing, error: PdserveError) -> None:
         export = outgoing.export
         export.outgoing = None
-        export.lease_ends = self._clock.now() + self._lease_s
+        export.lease_begins = self._clock.now()
         self.counts["waited"] += 1
         self._may_give(export)
         waiting = ExportWaiting(
@@ -350,9 +351,10 @@ class Outbox:
 
     def _forget(self, export: Export) -> None:
         del self._exports[export.key]
-        self._gives_no_more(export)
         if export.is_whole:
             self._pool.release(export.holder)
+        # After that: else whoever it was asked for would ask another.
+        self._gives_no_more(export)
 
     def _tell_over(
         self, export: Export, cause: AbortCause | None, error: PdserveError | None

@@ -184,6 +184,7 @@ class Sender:
             return
         if isinstance(message, AbortHandoff):
             error = abort_error(message.cause, "handoff", message.detail)
+            outgoing.export.preempted(message.num_preemptions)
             self._failed(outgoing, message.cause, error, is_good=message.cause in _FAULTLESS)
         elif isinstance(message, Credit):
             self._credited(outgoing)

@@ -38,6 +38,7 @@ from cluster.request import (
 )
 from router.legs import LegNews, Said
 from router.merge import Merger
+from router.missed import REPORT_S, START_S, Missed
 from router.peers import peers_of
 from router.score_gate import ScoreGate
 from router.search import Search
@@ -56,19 +57,8 @@ COMMIT_GRACE_S = 1.0
 REDIRECT_GAP_S = 0.25
 """Between two redirects of an export at least: a link that breaks at once is not tried in a rush.
 How often they may fail is for the export's lease and the deadline to say."""
-START_S = 1.0
-"""How long the start of a leg may be on its way."""
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Missed:
-    """A worker has no leg of this, by what it reports."""
-
-    number: int
-    error: PdserveError
-
-
-_News = LegNews | Grant | PdserveError | _Missed
+_News = LegNews | Grant | PdserveError | Missed
 
 
 class Attempt:
@@ -113,6 +103,7 @@ class Attempt:
         self._has_spoken = False  # whoever computes
         self._search: Search | None = None
         self._granted: Grant | None = None  # waits for the end of an old leg on the same worker
+        self._missed: Missed | None = None  # came before the leg's start can have been lost
         self._next_redirect_at = float("-inf")
 
     async def start(self) -> None:
@@ -138,8 +129,8 @@ class Attempt:
                     self._gate.hold(come)
             elif isinstance(news, Grant):
                 self._granted = news
-            elif isinstance(news, _Missed):
-                self._leg_missed(news.number, news.error)
+            elif isinstance(news, Missed):
+                self._leg_missed(news)
             else:
                 self._stop_search(news)
             if self._granted is not None:
@@ -147,7 +138,7 @@ class Attempt:
 
     def on_leg_missed(self, number: int, error: PdserveError) -> None:
         """Take word that a worker of the grant of that number reports no leg of this."""
-        self._news.put_nowait(_Missed(number, error))
+        self._news.put_nowait(Missed(number, error))
 
     def abort(self, cause: AbortCause) -> None:
         """Tell the legs to end."""
@@ -203,14 +194,20 @@ class Attempt:
         await self._parts.workers.start(leg, peer, self._news.put_nowait)
 
     async def _hear(self) -> _News:
-        if self.merger.doubt is None:
-            return await self._news.get()
+        doubt, missed = self.merger.doubt, self._missed
+        patience_s = None if doubt is None else COMMIT_GRACE_S
+        if doubt is None and missed is not None and self._granted is None:
+            patience_s = self._started_at + START_S + REPORT_S - self._parts.clock.now()
         try:
             # Not ``wait_for``: before 3.12 a cancel that comes with news is lost in it.
-            async with asyncio.timeout(COMMIT_GRACE_S):
+            async with asyncio.timeout(patience_s):
                 return await self._news.get()
         except TimeoutError:
-            raise self.merger.doubt from None
+            if doubt is not None:
+                raise doubt from None
+            assert missed is not None, "nothing else is waited for"
+            self._missed = None
+            return missed
 
     def _is_current(self, news: LegNews) -> bool:
         peer = self.peers[news.kind]
@@ -251,19 +248,28 @@ class Attempt:
             self.merger.doubt = HandoffFailed("handed over to a lost worker", stage="handoff")
         return reason
 
-    def _leg_missed(self, number: int, error: PdserveError) -> None:
-        """Act where the start of a leg was lost, and is neither over nor still on its way."""
-        late_s = self._parts.clock.now() - self._started_at
-        if self.merger.has_decode_spoken or late_s < START_S:
+    def _leg_missed(self, missed: Missed) -> None:
+        """Act where the start of a leg was lost, and is neither over nor still on its way.
+
+        The control plane tells once: who is told too early looks again.
+        """
+        number, error = missed.number, missed.error
+        if self.merger.has_decode_spoken:
+            return
+        is_to_come = self._granted is not None and number == self._granted.attempt
+        if is_to_come or self._parts.clock.now() - self._started_at < START_S:
+            self._missed = missed
             return
         decode = self.peers.get(LegKind.DECODE)
         if decode is not None and decode.worker_id == error.worker_id:
-            if number == self._number and LegKind.DECODE in self.merger.open_kinds:
+            is_current = number == self._number and LegKind.DECODE in self.merger.open_kinds
+            if is_current and not self._parts.holds(decode, self.grant_ids[-1]):
                 self._decode_missed(decode, error)
             return
-        if self._has_spoken or number != self.key.attempt:
-            return
         peer = next(p for kind, p in self.peers.items() if kind is not LegKind.DECODE)
+        is_old = self._has_spoken or number != self.key.attempt
+        if is_old or self._parts.holds(peer, self.grant_ids[0]):
+            return
         logger.warning("leg=%s worker=%s has never had it", self.key, peer.worker_id)
         self._parts.workers.forget(peer, self.key)
         self._owner.note_lost(peer.incarnation, is_death=False)

@@ -1,10 +1,11 @@
 """What a router knows of the queue before it tokenises, and whom it refuses by that.
 
 The last view says what waited when it was made; what this router has let in since, and what is
-waiting no more, it knows itself. Sizes are guessed from the length of the text. What it cannot know
-it takes to be for the best: how much of a prompt is cached, and how short its tenant's outputs
-are, which order by work goes by. The control plane asks the same again when the want arrives, with
-what waits then.
+waiting no more, it knows itself. Sizes are guessed from the length of the text. It cannot know how
+much of a prompt is cached, nor how short its tenant's outputs are, which order by work goes by: for
+the wait until its turn it takes both to be for the best, and for whether it exceeds the bounds as
+the first of all neither. The control plane asks the same again when the want arrives, with what
+waits then.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ _LEARNS = 0.2
 class Gate:
     """Asks ``overload`` on behalf of one router."""
 
-    def __init__(self, ordering: Ordering, tiers: Tiers, metrics: RouterMetrics) -> None:
+    def __init__(
+        self, ordering: Ordering, tiers: Tiers, metrics: RouterMetrics, max_model_len: int
+    ) -> None:
+        self._max_model_len = max_model_len
         self._ordering = ordering
         self._tiers = tiers
         self._metrics = metrics
@@ -77,11 +81,11 @@ class Gate:
             checked.priority, default=caller.tier, ceiling=caller.ceiling
         )  # fmt: skip
         num_tokens = self._guess_tokens(checked)
+        rank, work = self._tiers.rank(tier), self._work(checked, num_tokens)
         who = Newcomer(
             tenant=caller.tenant,
-            standing=self._ordering.standing(
-                tier=self._tiers.rank(tier), work=_least_work(checked)
-            ),
+            standing=self._ordering.standing(tier=rank, work=work),
+            least_standing=self._ordering.standing(tier=rank, work=_least_work(checked)),
             num_requests=checked.num_all_choices,
             num_tokens=num_tokens * checked.num_choices,
             remaining_s=checked.timeout_s,
@@ -125,6 +129,13 @@ class Gate:
             tenants=view.waiting_tenants,
             standings=standings,
         )
+
+    def _work(self, checked: Checked, num_tokens: int) -> float:
+        """Return how much work it is, if nothing of it is cached, and it ends when it must."""
+        num_prompt = num_tokens / max(1, len(checked.prompts))
+        room = max(0.0, self._max_model_len - num_prompt)
+        told = (room, checked.max_tokens, checked.expected_tokens)
+        return num_prompt + min(most for most in told if most is not None)
 
     def _guess_tokens(self, checked: Checked) -> int:
         num_ids = sum(len(prompt) for prompt in checked.prompts if not isinstance(prompt, str))

@@ -1,7 +1,8 @@
 """How a router takes its leave: it says so first, and nobody who comes finds a closed door.
 
     serves ──▶ not ready, serves ──LAST_CALLS_S──┬─ another has the same doors ──▶ newcomers are
-                                                 │    turned away ──_LAST_WORDS_S──▶ doors closed
+                                                 │    turned away ──_LAST_WORDS_S──▶ doors closed,
+                                                 │                     if the other is there still
                                                  └─ nobody has ──▶ 503 to whoever comes ──▶ the
                                    same, once another has them; or closed with the last call's end
 
@@ -17,7 +18,7 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING
 
-from router.ports import is_shared, turn_away
+from router.ports import is_shared, let_in, turn, turn_away
 
 if TYPE_CHECKING:
     from router.grpc_api import GrpcDoor
@@ -28,9 +29,13 @@ logger = logging.getLogger(__name__)
 
 LAST_CALLS_S = 1.0
 """For whoever sends calls here to hear that this router is not ready; they are served."""
-_LAST_WORDS_S = 0.75
+_LAST_WORDS_S = 0.7
 """For whoever is connected by then to be accepted and to shake hands: gRPC cuts those who have not.
-Shorter than the second after which TCP asks again for those who are turned away."""
+With ``_TURNS_S`` shorter than the second after which TCP asks again for those who are turned away.
+"""
+_TURNS_S = 0.15
+"""Those who leave together close their doors in turns over it: the last one sees that it is alone.
+"""
 _LOOK_S = 0.25
 
 
@@ -51,11 +56,11 @@ class Leave:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await asyncio.sleep(LAST_CALLS_S)
-                if not self._has_heirs():
+                while not await self._has_handed_over():
                     self._service.shut()
                     await self._until_over()
-                if self._has_heirs():
-                    await self._turn_away()
+                    if not self._has_heirs():
+                        break
         logger.info("router drained, calls=%d left", self._service.num_calls)
 
     async def _until_over(self) -> None:
@@ -63,10 +68,22 @@ class Leave:
         while self._service.num_calls and not self._has_heirs():  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_S)
 
-    async def _turn_away(self) -> None:
+    async def _has_handed_over(self) -> bool:
+        """Leave newcomers to others; False, and nobody is turned away, where there are none.
+
+        Those may be about to leave too, and be gone before us.
+        """
+        if not self._has_heirs():
+            return False
         num_sockets = sum(turn_away(door.port) for door in (self._http, self._grpc))
         logger.info("router turns newcomers away, sockets=%d", num_sockets)
-        await asyncio.sleep(_LAST_WORDS_S)
+        await asyncio.sleep(_LAST_WORDS_S + _TURNS_S * turn(self._http.port))
+        if self._has_heirs():
+            return True
+        logger.info("router is left alone, and lets newcomers in")
+        for door in (self._http, self._grpc):
+            let_in(door.port)
+        return False
 
     def _has_heirs(self) -> bool:
         return all(is_shared(door.port) for door in (self._http, self._grpc))

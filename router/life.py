@@ -216,7 +216,7 @@ class Life:
         computing = grant.prefill or grant.decode
         self.prefilled_on = computing.incarnation if computing is not None else ""
         cause = AbortCause.FAULT
-        num_output_tokens = 0  # known only where the request ends well
+        num_before, whole_output_tokens = len(self._output_ids), 0
         try:
             attempt = Attempt(
                 grant, self.request, self._output_ids, parts=self._parts, owner=self,
@@ -233,7 +233,7 @@ class Life:
                     self._record.num_redirected += attempt.num_redirects
                 cause = AbortCause.STOPPED if self._text.is_stopped else AbortCause.FINISHED
                 finish = await self._finish(attempt, reason, cause)
-                num_output_tokens = finish.num_output_tokens
+                whole_output_tokens = finish.num_output_tokens
                 return finish
             except asyncio.CancelledError:
                 cause = AbortCause.CANCELLED if self._is_cancelled else AbortCause.DEADLINE
@@ -242,9 +242,11 @@ class Life:
                 self._attempt = None
                 attempt.close(cause)
         finally:
-            for grant_id in grant_ids:
-                is_last = grant_id == grant_ids[-1]
-                self._parts.route.done(grant_id, num_output_tokens if is_last else 0)
+            done = self._parts.route.done
+            for grant_id in grant_ids[:-1]:
+                done(grant_id, 0)
+            num_come = len(self._output_ids) - num_before
+            done(grant_ids[-1], num_come, whole_output_tokens=whole_output_tokens)
 
     def _begin(self) -> None:
         self._record.num_attempts += 1

@@ -4,7 +4,8 @@ Nothing tells one who listens at a port of the others that do, but the kernel's 
 
 The kernel gives a connection to one of them before anybody has accepted it, and resets it where
 that one closes its door: so whoever leaves first has newcomers turned away. TCP asks again after
-1 s, and then it is one of the others that is asked.
+1 s, and then it is one of the others that is asked. Whoever leaves looks like the others until its
+doors are closed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _TABLES = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
 _LISTENS = "0A"
 _LOCAL, _STATE, _INODE = 1, 3, 9
 """Columns of a table."""
-_SO_ATTACH_FILTER = 26
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
 _FLAGS_AT, _SYN = 13, 0x02
 """In a TCP header."""
 _NO_NEWCOMERS = (
@@ -40,23 +41,37 @@ _NO_NEWCOMERS = (
 
 def is_shared(port: int) -> bool:
     """Whether another process listens where this one does, at ``port``; False without /proc."""
-    own = {inode for _, inode in _own_files()}
-    listening = [row for table in _TABLES for row in _rows(table) if row[_STATE] == _LISTENS]
-    at_port = [row for row in listening if int(row[_LOCAL].rpartition(":")[2], 16) == port]
-    ours = {row[_LOCAL] for row in at_port if int(row[_INODE]) in own}
-    return any(row[_LOCAL] in ours and int(row[_INODE]) not in own for row in at_port)
+    _, others = _listeners(port)
+    return bool(others)
+
+
+def turn(port: int) -> float:
+    """Return where among those who listen at ``port`` this process is: 0 first, always below 1."""
+    ours, others = _listeners(port)
+    num_before = sum(inode < min(ours) for inode in others)
+    return num_before / (1 + len(others))
 
 
 def turn_away(port: int) -> int:
     """Let nobody new in at ``port``, by none of this process's sockets; return their number.
 
     Whoever is connected already, accepted or not, stays. To be called where the port is shared, and
-    less than a second before these are closed. Does nothing without /proc.
+    less than a second before these are closed, or ``let_in`` is called. Does nothing without /proc.
     """
     program = b"".join(struct.pack("HBBI", *step) for step in _NO_NEWCOMERS)
     code = ctypes.create_string_buffer(program, len(program))
     told = struct.pack("HP", len(_NO_NEWCOMERS), ctypes.addressof(code))
-    num_shut = 0
+    return _set_option(port, _SO_ATTACH_FILTER, told)
+
+
+def let_in(port: int) -> int:
+    """Let those in again whom ``turn_away`` keeps out; return the number of sockets."""
+    return _set_option(port, _SO_DETACH_FILTER, 0)
+
+
+def _set_option(port: int, option: int, value: bytes | int) -> int:
+    """Set an option of each of our sockets that listens at ``port``; return their number."""
+    num_set = 0
     for file, _ in _own_files():
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
             own_file = os.dup(file)  # whoever opened that one closes it
@@ -64,9 +79,19 @@ def turn_away(port: int) -> int:
             listener = socket.socket(fileno=own_file)
             stack.callback(listener.detach)
             if _listens_at(listener, port):
-                listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, told)
-                num_shut += 1
-    return num_shut
+                listener.setsockopt(socket.SOL_SOCKET, option, value)
+                num_set += 1
+    return num_set
+
+
+def _listeners(port: int) -> tuple[set[int], set[int]]:
+    """Return the inodes of our sockets that listen at ``port``, and of others' where ours do."""
+    own = {inode for _, inode in _own_files()}
+    listening = [row for table in _TABLES for row in _rows(table) if row[_STATE] == _LISTENS]
+    at_port = [row for row in listening if int(row[_LOCAL].rpartition(":")[2], 16) == port]
+    addresses = {row[_LOCAL] for row in at_port if int(row[_INODE]) in own}
+    inodes = {int(row[_INODE]) for row in at_port if row[_LOCAL] in addresses}
+    return inodes & own, inodes - own
 
 
 def _listens_at(own: socket.socket, port: int) -> bool:

@@ -42,8 +42,12 @@ class Route(Protocol):
         """Wait for a grant; raises the refusal. Cancelling it withdraws the want."""
         ...
 
-    def done(self, grant_id: str, num_output_tokens: int) -> None:
-        """Give a grant back."""
+    def done(self, grant_id: str, num_output_tokens: int, *, whole_output_tokens: int = 0) -> None:
+        """Give a grant back.
+
+        ``num_output_tokens`` came under it, however it ended; ``whole_output_tokens``: of all its
+        request's grants, if that has ended well.
+        """
         ...
 
     async def cancel_request(self, request_id: str, timeout_s: float) -> bool:

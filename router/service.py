@@ -129,7 +129,7 @@ class Service:
         max_prompt_chars = model.max_model_len * codec.max_token_chars
         self._validator = Validator(model, limits, max_prompt_chars=max_prompt_chars)
         self.tiers = self._door.tiers
-        self._gate = Gate(self._door.ordering, self.tiers, self.metrics)
+        self._gate = Gate(self._door.ordering, self.tiers, self.metrics, model.max_model_len)
         self._intake = Intake(
             codec, capacity, self._clock, max_prompt_chars=max_prompt_chars, tiers=self.tiers
         )

@@ -207,7 +207,13 @@ class Desk(pb_grpc.ControlServicer):
             self._carry_out(self._planner.cancel_want(cancel.request_id, cancel.attempt, now))
         elif kind == "done":
             done = fact.done
-            self._carry_out(self._planner.done(done.grant_id, done.num_output_tokens, now))
+            decisions = self._planner.done(
+                done.grant_id,
+                done.num_output_tokens,
+                now,
+                whole_output_tokens=done.whole_output_tokens,
+            )
+            self._carry_out(decisions)
         elif kind == "cancel_request":
             self._cancel_asked(session, fact.cancel_request, now)
         elif kind == "cancel_result":

@@ -55,7 +55,7 @@ class Want:
     avoid: tuple[str, ...] = ()
     """Incarnations that this request must not be placed on."""
     is_resent: bool = False
-    """Sent again on a new stream: it was let into the queue before."""
+    """Sent before: it may have been let into the queue."""
     export: ExportRef | None = None
     """Its KV is computed: only a decode worker is wanted, before all fresh requests. The grant
     names the export's worker as ``prefill``, and the new handoff."""

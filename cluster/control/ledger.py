@@ -238,7 +238,7 @@ class Ledger:
         """Whether its prompt has had blocks, or may have had some, where it is to be computed."""
         prefill, decode = record.pair
         entry = self.workers.get(prefill or decode)
-        return entry is None or not entry.is_pending(record.grant.grant_id)
+        return entry is None or entry.has_begun(record.grant.grant_id)
 
     def mark_done(self, record: GrantRecord, now: float) -> None:
         """Remember since when the legs that are still reported should be gone."""

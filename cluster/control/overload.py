@@ -62,6 +62,9 @@ class Newcomer:
 
     tenant: str
     standing: int
+    least_standing: int | None = None
+    """The lowest that it may turn out to have, where that is not known yet: a long wait is no
+    reason to refuse it then. None: ``standing``."""
     num_requests: int = 1
     num_tokens: int
     remaining_s: float
@@ -80,7 +83,7 @@ def refusal(load: QueueLoad, who: Newcomer, bounds: QueueBounds) -> QueueFull | 
         )
     # More than the queue holds at all is refused by the number of choices, and not here.
     num_requests = min(who.num_requests, bounds.max_requests)
-    is_first = bool(load.standings) and not _num_ahead(load, who)
+    is_first = bool(load.standings) and not _num_ahead(load, who.standing)
     surplus = max(1, int(_SURPLUS * bounds.max_requests)) if is_first else 0
     if load.num_requests + num_requests > bounds.max_requests + load.room + surplus:
         text = f"{load.num_requests} requests wait, of {bounds.max_requests} at most"
@@ -98,7 +101,8 @@ def refusal(load: QueueLoad, who: Newcomer, bounds: QueueBounds) -> QueueFull | 
 
 def expected_wait_s(load: QueueLoad, who: Newcomer) -> float:
     """Estimate for how long a newcomer would wait for its placement."""
-    num_ahead = max(0, min(_num_ahead(load, who), load.num_requests) - load.room)
+    standing = who.standing if who.least_standing is None else who.least_standing
+    num_ahead = max(0, min(_num_ahead(load, standing), load.num_requests) - load.room)
     if load.is_fair and load.tenants:
         # Each round serves one of every tenant.
         num_tenants = len(load.tenants) + (who.tenant not in load.tenants)
@@ -111,9 +115,9 @@ def retry_after_s(load: QueueLoad) -> float:
     return _retry_s(load, load.num_requests / 2)
 
 
-def _num_ahead(load: QueueLoad, who: Newcomer) -> int:
-    """Count those whose standing lets them go first."""
-    return sum(n for standing, n in load.standings.items() if standing <= who.standing)
+def _num_ahead(load: QueueLoad, standing: int) -> int:
+    """Count those whose own standing lets them go before one of that."""
+    return sum(n for other, n in load.standings.items() if other <= standing)
 
 
 def _error(load: QueueLoad, who: Newcomer, text: str, retry_s: float) -> QueueFull:

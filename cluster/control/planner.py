@@ -32,6 +32,7 @@ from cluster.control import overload, readiness
 from cluster.control.blocking import BlockedWants
 from cluster.control.costs import Choice, CostModel
 from cluster.control.decisions import Decision, SendGrant, SendReject
+from cluster.control.ends import Ends
 from cluster.control.entrance import Entrance
 from cluster.control.facts import (
     ClusterView,
@@ -42,7 +43,7 @@ from cluster.control.facts import (
     WorkerView,
 )
 from cluster.control.granting import Granter
-from cluster.control.ledger import GrantRecord, Ledger
+from cluster.control.ledger import Ledger
 from cluster.control.links import LinkTable
 from cluster.control.load import load_of
 from cluster.control.membership import Membership
@@ -61,6 +62,7 @@ from cluster.policy.order import Ordering
 
 if TYPE_CHECKING:
     from cluster.config import DeployConfig, Role
+    from cluster.control.ledger import GrantRecord
     from cluster.control.settings import ControlSettings
     from cluster.policy.load import Load
 
@@ -89,6 +91,7 @@ class Planner:
         self._placement = Placement(config, self._ledger, self._costs, settings)
         self._queue = WaitingQueue(config.scheduling, self._placement.rule)
         self._entrance = Entrance(config.scheduling, self._queue, self._ledger, self._costs)
+        self._ends = Ends(self._ledger, self._queue, self._costs)
         self._routers = Routers(settings.router_grace_s)
         self._counts: Counter[str] = Counter()
         self._granter = Granter(
@@ -105,7 +108,7 @@ class Planner:
     def router_joined(self, router_id: str, incarnation: str, now: float) -> list[Decision]:
         """Take a router's stream; another incarnation under its id is gone for good."""
         if self._routers.joined(router_id, incarnation):
-            self._drop_router(router_id, now)
+            self._ends.router_gone(router_id, now)
         self._queue.remove_router(router_id)
         return self._place(now)
 
@@ -124,7 +127,7 @@ class Planner:
             self._ledger.sent_again(record, now)
             return [SendGrant(router_id=router_id, grant=record.grant)]
         if record is not None:
-            self._ledger.remove_grant(record)
+            self._ends.replaced(record)
         if want.export is not None:
             self._ledger.export_waits(want.export)
         error: PdserveError | None = self._objection(want)
@@ -162,15 +165,17 @@ class Planner:
             return self.done(record.grant.grant_id, 0, now)
         return self._place(now)
 
-    def done(self, grant_id: str, num_output_tokens: int, now: float) -> list[Decision]:
-        """End a grant; what its workers still report of it counts until they don't."""
+    def done(
+        self, grant_id: str, num_output_tokens: int, now: float, *, whole_output_tokens: int = 0
+    ) -> list[Decision]:
+        """End a grant; what its workers still report of it counts until they don't.
+
+        ``whole_output_tokens``: of all its request's grants, if that has ended well.
+        """
         record = self._ledger.grants.get(grant_id)
         if record is None:
             return []
-        self._costs.note_output(num_output_tokens)
-        self._queue.done(record, num_output_tokens, has_begun=self._ledger.has_begun(record))
-        self._ledger.mark_done(record, now)
-        self._ledger.remove_grant(record)
+        self._ends.done(record, num_output_tokens, whole_output_tokens, now)
         return self._place(now)
 
     # ---- workers
@@ -224,7 +229,7 @@ class Planner:
         decisions += taken_back.decisions
         for record in self._ledger.idle_grants(now, 10.0 * self._settings.orphan_s):
             logger.warning("grant=%s forgotten: no worker has it", record.grant.grant_id)
-            self._ledger.remove_grant(record)
+            self._ends.forgotten(record)
         return decisions + self._members.orphans(now) + self._place(now, is_tick=True)
 
     def view(self, now: float) -> ClusterView:
@@ -378,17 +383,7 @@ class Planner:
     def _drop_lost_routers(self, now: float) -> None:
         for router_id in self._routers.take_lost(now):
             logger.warning("router=%s gone: its stream did not come back", router_id)
-            for record in self._grants_of(router_id):
-                # Its legs may run on: a router needs no control plane for them.
-                self._ledger.remove_grant(record)
-
-    def _drop_router(self, router_id: str, now: float) -> None:
-        for record in self._grants_of(router_id):
-            self._ledger.mark_done(record, now)
-            self._ledger.remove_grant(record)
-
-    def _grants_of(self, router_id: str) -> list[GrantRecord]:
-        return [r for r in self._ledger.grants.values() if r.router_id == router_id]
+            self._ends.router_lost(router_id)
 
 
 def _was_served(want: Want) -> bool:

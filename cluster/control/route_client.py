@@ -72,6 +72,8 @@ class _Waiting:
     since: float
     sent: float
     answer: asyncio.Future[Grant]
+    was_sent: bool = False
+    """On a stream that was open: the control plane may have let it in."""
 
 
 class RouteClient:
@@ -171,7 +173,7 @@ class RouteClient:
         now = self._clock.now()
         waiting = _Waiting(want=want, since=now, sent=now, answer=answer)
         self._waiting[key] = waiting
-        self._stream.send(self._want_fact(waiting))
+        self._send_want(waiting)
         is_answered = False
         try:
             async with asyncio.timeout(max(0.0, want.remaining_s)):
@@ -187,12 +189,18 @@ class RouteClient:
                 self._withdraw(key, answer)
         return grant
 
-    def done(self, grant_id: str, num_output_tokens: int) -> None:
+    def done(self, grant_id: str, num_output_tokens: int, *, whole_output_tokens: int = 0) -> None:
         """Give a grant back, once its legs have ended or were aborted; unknown ids are ignored."""
         if grant_id not in self._held:
             return
         self._held.discard(grant_id)
-        self._send_done(pb.Done(grant_id=grant_id, num_output_tokens=num_output_tokens))
+        self._send_done(
+            pb.Done(
+                grant_id=grant_id,
+                num_output_tokens=num_output_tokens,
+                whole_output_tokens=whole_output_tokens,
+            )
+        )
 
     async def cancel_request(self, request_id: str, timeout_s: float) -> bool:
         """Ask the other routers to cancel a request; whether it was running at one of them.
@@ -261,7 +269,7 @@ class RouteClient:
         for done in dones:
             self._send_done(done)
         for waiting in self._waiting.values():
-            self._stream.send(self._want_fact(waiting, is_resent=True))
+            self._send_want(waiting)
 
     def _viewed(self, view: ClusterView) -> None:
         """Keep the snapshot. One comes each second: time to look whose answer is overdue."""
@@ -269,7 +277,7 @@ class RouteClient:
         self._view, self._view_at = view, now
         for waiting in self._waiting.values():
             if now - waiting.sent >= self._timing.resend_after_s:
-                self._stream.send(self._want_fact(waiting, is_resent=True))
+                self._send_want(waiting)
 
     def _granted(self, grant: Grant) -> None:
         if grant.term < self._term:
@@ -297,7 +305,7 @@ class RouteClient:
         """A grant's leg is nowhere: either its start was lost, or the grant itself."""
         waiting = self._waiting.get(key)
         if waiting is not None:
-            self._stream.send(self._want_fact(waiting, is_resent=True))
+            self._send_want(waiting)
         else:
             self._events.on_leg_missed(*key, error)
 
@@ -317,16 +325,18 @@ class RouteClient:
         if not is_sent and len(self._unsent_dones) < _MAX_UNSENT_DONES:
             self._unsent_dones.append(done)
 
-    def _want_fact(self, waiting: _Waiting, *, is_resent: bool = False) -> pb.RouterFact:
+    def _send_want(self, waiting: _Waiting) -> None:
+        """Send it, where there is a stream. One that no stream has had yet may still be refused."""
         waiting.sent = self._clock.now()
         here_s = waiting.sent - waiting.since
         want = replace(
             waiting.want,
             waited_s=waiting.want.waited_s + here_s,
             remaining_s=waiting.want.remaining_s - here_s,
-            is_resent=is_resent,
+            is_resent=waiting.was_sent,
         )
-        return pb.RouterFact(want=convert.want_to_wire(want))
+        is_sent = self._stream.send(pb.RouterFact(want=convert.want_to_wire(want)))
+        waiting.was_sent = waiting.was_sent or is_sent
 
     def _cancel_ordered(self, order: pb.CancelOrder) -> None:
         was_running = self._events.on_cancel(order.request_id)

@@ -255,24 +255,29 @@ class WaitingQueue:
             return NOTHING_COUNTED
         self._taken_back.pop(want.request_id, None)
         counted = Counted(want.num_prompt_tokens, self.expected_output(want))
-        self._queue.tenants(tier).charge(want.tenant, sum(counted))
+        self._queue.tenants(tier).expect(want.tenant, sum(counted))
         return counted
 
-    def done(self, record: GrantRecord, num_output_tokens: int, *, has_begun: bool) -> None:
-        """Learn how long an output was, and count what it had more or less than expected.
+    def note_output(self, tenant: str, num_output_tokens: int) -> None:
+        """Learn how long an output was that has ended well."""
+        self._outputs.note(tenant, num_output_tokens)
+
+    def settle(self, record: GrantRecord, num_output_tokens: int, *, has_begun: bool) -> None:
+        """Count what a grant has come to, in place of what was expected.
 
         A prompt of which nothing has begun to be computed is not counted any more.
         """
-        self._outputs.note(record.tenant, num_output_tokens)
         if not self._ordering.is_fair:
             return
-        num_more = num_output_tokens - record.counted.output_tokens
-        if record.counted.prompt_tokens and not (has_begun or num_output_tokens):
-            num_more -= record.counted.prompt_tokens
+        num_tokens = num_output_tokens
+        if has_begun or num_output_tokens:
+            num_tokens += record.counted.prompt_tokens
+        elif record.counted.prompt_tokens:
             self._taken_back[record.grant.request_id] = None
             if len(self._taken_back) > _MAX_REMEMBERED:
                 self._taken_back.popitem(last=False)
-        self._queue.tenants(record.tier).charge(record.tenant, num_more)
+        tenants = self._queue.tenants(record.tier)
+        tenants.settle(record.tenant, sum(record.counted), num_tokens)
 
     def _has_aged(self, waiting: Waiting) -> None:
         _count_in(self._standings, waiting.standing, -1)

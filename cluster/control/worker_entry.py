@@ -123,6 +123,8 @@ class WorkerEntry:
     """By tier, of the legs that give way to higher ones."""
     _unreserved: frozenset[str] = frozenset()
     _firm: frozenset[str] = frozenset()
+    _begun: set[str] = field(default_factory=set)
+    """Legs that have had blocks, even if they have none now: they were preempted."""
     worker_id: str = field(init=False)
     """The same in all its registrations."""
 
@@ -222,10 +224,9 @@ class WorkerEntry:
         self._recount({*ended, *seen, *others})
         return ended
 
-    def is_pending(self, grant_id: str) -> bool:
-        """Whether its leg is unseen or unreserved: nothing of it is computed yet."""
-        leg = self._counted.get(grant_id)
-        return leg is not None and leg.is_pending
+    def has_begun(self, grant_id: str) -> bool:
+        """Whether its leg has had blocks, or is not here any more and may have had some."""
+        return grant_id in self._begun or grant_id not in self.charges
 
     def restore(self, grant_id: str, charge: Charge) -> None:
         """Charge a leg again that was taken back before a report listed it after all."""
@@ -234,6 +235,7 @@ class WorkerEntry:
 
     def check(self) -> None:
         """Prove that the sums are of what there is; AssertionError is a bug of ours."""
+        assert self._begun <= self.charges.keys(), self.worker_id
         assert self._counted == {g: self._counts_as(g, c) for g, c in self.charges.items()}
         again = WorkerEntry(self.registration, self.report, 0.0, set())
         for leg in self._counted.values():
@@ -248,9 +250,13 @@ class WorkerEntry:
             before, charge = self._counted.pop(grant_id, None), self.charges.get(grant_id)
             if before is not None:
                 self._add(before, -1)
-            if charge is not None:
-                leg = self._counted[grant_id] = self._counts_as(grant_id, charge)
-                self._add(leg, 1)
+            if charge is None:
+                self._begun.discard(grant_id)
+                continue
+            leg = self._counted[grant_id] = self._counts_as(grant_id, charge)
+            self._add(leg, 1)
+            if not leg.is_pending:
+                self._begun.add(grant_id)
         self.changed.add(self.worker_id)
 
     def _counts_as(self, grant_id: str, charge: Charge) -> _Counted:

@@ -26,11 +26,18 @@ class Outsiders:
         pool.outside.has_takers = rules.takes_from_below
         self._chosen: dict[tuple[str, str], None] = {}
         self._demand: Demand | None = None
+        self.num_waits = 0
+        """How often somebody was to wait for blocks that come from outside."""
 
     @property
-    def are_chosen(self) -> bool:
-        """Whether blocks of theirs are to come, in the plan that is being made."""
-        return bool(self._chosen)
+    def are_coming(self) -> bool:
+        """Whether blocks are to come from outside, in the plan that is being made."""
+        return self._demand is not None
+
+    @property
+    def num_coming(self) -> int:
+        """Blocks that were given up already, and are free once no byte reaches them any more."""
+        return self._pool.counts().fenced if self._rules.takes_from_below else 0
 
     def below(self, tier: int, now: float) -> list[Outsider]:
         """Return those of lower tiers who give way: they haven't aged, nor given way too often."""
@@ -46,7 +53,9 @@ class Outsiders:
         return self.below(len(self._rules.tiers.names), now)
 
     def choose(self, outsiders: Collection[Outsider], demand: Demand) -> None:
-        """Have these asked for whom ``demand`` so many blocks have to be free."""
+        """Have these asked for whom ``demand`` so many blocks have to be free; nobody where enough
+        are coming already."""
+        self.num_waits += 1
         self._chosen.update(dict.fromkeys(outsider.holder for outsider in outsiders))
         last = self._demand
         if last is None or (demand.tier, demand.num_blocks) > (last.tier, last.num_blocks):

@@ -33,6 +33,10 @@ class Room:
         """Return how many it lacks for its tokens."""
         return self._blocks_for(sequence.num_tokens) - len(sequence.block_ids)
 
+    def ready(self, running: Iterable[Sequence]) -> list[Sequence]:
+        """Return those who have blocks for all their tokens."""
+        return [sequence for sequence in running if self.short(sequence) <= 0]
+
     def short_to_start(self, sequence: Sequence) -> int:
         """Return how many it lacks to start."""
         return self._wanted(sequence) - len(sequence.block_ids)

@@ -26,7 +26,7 @@ One rule serves prefill, chunks, decode, recompute and resumed work: a sequence 
 
 So some sequence always moves: the most senior one that runs can take blocks from all others but
 those preempted so often that they hold all they will ever need; and it waits only for these, which
-move themselves, and for blocks held outside the engine, whose holders have deadlines of their own.
+move themselves or give way, and for blocks held outside the engine by holders with deadlines.
 Blocks that started sequences wait for are set aside, so that new imports cannot take them. Without
 preemption every sequence starts with blocks for all that may come, so nobody waits for more.
 """
@@ -208,12 +208,14 @@ class StepScheduler:
         if not self._swapping.is_leaving:
             self._admit(now)
             self._grow_all(self._victims.without_slot, now)
+            if not (self._room.ready(self._running) or self._victims.outsiders.are_coming):
+                self._grow_all(self._victims.last_without_slot, now)
         self._room.set_aside(self._running, self._waiting.first_preempted(), now)
         self._victims.outsiders.ask()
         swaps = self._swapping.take()
         if swaps is not None:
             return Plan((), swaps)
-        ready = [sequence for sequence in self._running if self._room.short(sequence) <= 0]
+        ready = self._room.ready(self._running)
         shares = self._shares.share_out(in_turn(ready, self._rules.ordering, now))
         if not shares:
             return None
@@ -299,11 +301,14 @@ class StepScheduler:
             num_spare = promised if brings_blocks else num_growing + growth + promised
             if num_open < 1:
                 lack = self._room.lack(sequence, 0 if brings_blocks else num_spare)
+                num_waits = self._victims.outsiders.num_waits
                 if not self._preempt_below(lack, now, needs_slot=True):
                     if not self._rules.takes_from_below:
                         break
-                    # One behind it may be of a higher tier, and take a slot.
-                    slots_until = min(slots_until, self._waiting.passable_until(sequence))
+                    # One behind it may be of a higher tier, and take a slot, but not what comes.
+                    is_coming = self._victims.outsiders.num_waits > num_waits
+                    until = self._waiting.passable_until(sequence)
+                    slots_until = min(slots_until, -_NO_BOUND if is_coming else until)
                     continue
                 num_open += 1
             has_blocks = self._room.cover(sequence, num_spare) or (
@@ -313,7 +318,7 @@ class StepScheduler:
             )
             if not (brings_blocks or has_blocks):
                 until = self._waiting.passable_until(sequence)
-                is_coming = self._victims.outsiders.are_chosen
+                is_coming = self._victims.outsiders.are_coming
                 blocks_until = min(blocks_until, -_NO_BOUND if is_coming else until)
                 continue
             num_open -= 1
@@ -333,8 +338,7 @@ class StepScheduler:
         """Preempt lower tiers for what it lacks; False, and nothing done, where they have less."""
         if self._swapping.is_leaving:
             return False
-        tier, num_blocks, live = demand.tier, demand.num_blocks, self._live.values()
-        victims = self._victims.below(tier, live, now, num_blocks=num_blocks, needs_slot=needs_slot)
+        victims = self._victims.below(demand, self._live.values(), now, needs_slot=needs_slot)
         for victim in victims:
             if not self._preempt(victim):
                 self.pool.release(victim.key)

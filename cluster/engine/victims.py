@@ -5,14 +5,15 @@ them, whether they are in the engine or hold blocks outside it (``outsiders``). 
 must grow those that wait with imported KV give before those that run in their tier, and those who
 have aged last, whatever their tier; to higher tiers these give nothing.
 One whose choice was preempted ``max_preemptions`` times, here and elsewhere, holds all the blocks
-it may ever need when it runs again, and is left alone.
+it may ever need when it runs again, and is left alone; only where it waits for a slot with them,
+and nobody that has one can move, it gives them up.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from cluster.engine.outsiders import Outsiders
@@ -84,16 +85,30 @@ class Victims:
         waiting = (s for s in self._holders(live) if s.state is SequenceState.WAITING)
         return self._first_to_give(waiting, now)
 
-    def below(
-        self, tier: int, live: Iterable[Sequence], now: float, *, num_blocks: int, needs_slot: bool
-    ) -> list[Sequence]:
-        """Return whose blocks, and at least one slot if it ``needs_slot``, make room for what a
-        higher ``tier`` lacks; nobody where all of theirs would not be enough.
+    def last_without_slot(
+        self, sequence: Sequence, live: Iterable[Sequence], now: float
+    ) -> Sequence | None:
+        """Return the same also of those who gave way too often, where all who run lack blocks:
+        these would wait for slots that wait for them."""
+        waiting = (s for s in live if s.block_ids and s.state is SequenceState.WAITING)
+        return self._first_to_give(waiting, now)
 
-        Nor anybody yet where some are outside the engine: these are asked first. Those who have
-        aged keep what they have, as they go before higher tiers in the queue.
+    def below(
+        self, demand: Demand, live: Iterable[Sequence], now: float, *, needs_slot: bool
+    ) -> list[Sequence]:
+        """Return whose blocks, and at least one slot if it ``needs_slot``, make room for what one
+        of a higher tier lacks; nobody where all of theirs would not be enough.
+
+        Nor anybody yet where some are outside the engine: these are asked first, if what was given
+        up there already is not enough. Those who have aged keep what they have, as they go before
+        higher tiers in the queue.
         """
         if not self.takes_from_below:
+            return []
+        tier, num_blocks = demand.tier, demand.num_blocks
+        needed = replace(demand, num_blocks=self.pool.num_free + num_blocks)
+        if 0 < num_blocks <= self.outsiders.num_coming:
+            self.outsiders.choose((), needed)
             return []
         lower: list[Sequence | Outsider] = [
             other
@@ -115,7 +130,6 @@ class Victims:
         chosen = _enough(self.pool, lower, num_blocks)
         outside = [other for other in chosen if isinstance(other, Outsider)]
         if outside:
-            needed = Demand(num_blocks=self.pool.num_free + num_blocks, tier=tier)
             self.outsiders.choose(outside, needed)
             return []
         return [other for other in chosen if isinstance(other, Sequence)]
@@ -124,14 +138,17 @@ class Victims:
         self, sequence: Sequence, other: Sequence | None, num_blocks: int, now: float
     ) -> bool:
         """Have those outside the engine asked, rather than ``other``, for what ``sequence`` lacks,
-        which runs and must grow; whether they are of a tier below both, and have enough."""
+        which runs and must grow; whether they are of a tier below both, and have enough, or
+        enough was given up there already."""
         tier = sequence.tier if other is None else min(sequence.tier, other.tier)
         lower = sorted(self.outsiders.below(tier, now), key=lambda o: (o.tier, -o.arrived))
         num_lacking = num_blocks - self.pool.num_free
-        chosen = _enough(self.pool, lower, num_lacking) if num_lacking > 0 else []
-        if chosen:
+        are_coming = 0 < num_lacking <= self.outsiders.num_coming
+        is_short = num_lacking > 0 and not are_coming
+        chosen = _enough(self.pool, lower, num_lacking) if is_short else []
+        if chosen or are_coming:
             self.outsiders.choose(chosen, Demand(num_blocks=num_blocks, tier=sequence.tier))
-        return bool(chosen)
+        return bool(chosen) or are_coming
 
     def holdings(self, live: Collection[Sequence], now: float) -> Holdings:
         """Return who would give way; nobody where tiers take nothing from one another."""

@@ -233,6 +233,7 @@ class BlockPool:
             block_ids = self._take(num_blocks)
             self._importing[handoff_id] = _Import(key, tuple(block_ids))
             has_asked, self.demand = self.demand is not None, None
+            self.outside.import_served()
         if has_asked:
             self._tell()
         return block_ids

@@ -25,6 +25,8 @@ class Demand:
 
     num_blocks: int
     tier: int
+    is_import: bool = False
+    """Whether an import lacks it, which asks no more once it has its blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,14 +80,22 @@ class Outside:
     def ask(self, holders: Collection[tuple[str, str]], demand: Demand | None) -> None:
         """Ask these to give up their blocks; replaces the last call.
 
-        ``demand``: how many blocks have to be free for whom they are asked.
+        ``demand``: how many blocks have to be free for whom they are asked. If one has left
+        since it was chosen, the subscribers are told too: another is to be chosen.
         """
         with self._lock:
             asked = frozenset(holders)
             is_new = (asked, demand) != (self._asked, self._demand)
             self._asked, self._demand = asked, demand
-        if is_new:
+            has_left = not asked <= self._entries.keys()
+        if is_new or has_left:
             self._tell()
+
+    def import_served(self) -> None:
+        """Keep free blocks from nobody any more for an import: it has them."""
+        with self._lock:
+            if self._demand is not None and self._demand.is_import:
+                self._demand = None
 
     def asked(self) -> list[tuple[str, str]]:
         """Return who is asked, and has not left."""

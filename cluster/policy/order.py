@@ -7,7 +7,9 @@
 ``fcfs`` and ``sjf`` have one tier, and in the highest one those who are ahead go before the aged. A
 request ages when it has waited ``aging_s``: the turn of its tier comes then before those of all
 others, the oldest one's first. So nobody who is younger by more than that overtakes it; where
-tenants have fair shares nobody of its tenant, and others of its tier in their turns.
+tenants have fair shares nobody of its tenant and tier: others of its tier go in their turns, and
+its tenant's other tiers in theirs. Whoever takes such a turn goes after those who aged in higher
+tiers and are older than itself.
 """
 
 from __future__ import annotations

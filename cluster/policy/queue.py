@@ -22,6 +22,8 @@ from cluster.policy.order import Ordering, Place, Ticket, is_early
 T = TypeVar("T")
 Head = tuple[Place, int, Hashable]
 """(place of a group's first, always 0, group): places differ, so that groups are not compared."""
+_Due = dict[int, list[tuple[Place, str]]]
+"""By tier's level, a heap: the place of a tenant's first, where that has aged, and the tenant."""
 T_contra = TypeVar("T_contra", contravariant=True)
 
 
@@ -199,7 +201,9 @@ class Walk(Generic[T]):
 
     One that goes before all tiers, for it has aged, brings the turn of its own before theirs, and
     waits for it. Whose turn it is the counters say, aged or not: else whoever floods a tier, and
-    therefore waits for long, would pass all that are served so soon that theirs never age.
+    therefore waits for long, would pass all that are served so soon that theirs never age. But who
+    has aged in a higher tier waits for nobody who is younger: else those whose turn a flood brings
+    would keep it out, one after the other.
     """
 
     def __init__(
@@ -250,26 +254,46 @@ class Walk(Generic[T]):
 
     def _early(self) -> Iterator[T]:
         """Iterate over the turns of the tiers in which somebody goes before all of them."""
-        # The first of each line, or where it was left out the next one: found out when it is due.
-        due = [
-            (line.heads[0][0], number, name)
-            for number, lines in self._levels.items()
-            for name, line in lines.items()
-            if number % 2 == 0 and is_early(line.heads[0][0])
-        ]
-        heapq.heapify(due)
+        due = self._due()
         while due:
-            place, number, name = due[0]
-            turns = self._of_level(number)
+            number = self._next_due(due)
+            firsts, turns = due[number], self._of_level(number)
+            place, name = firsts[0]
             entry = turns.next_of(name)
             if entry is None or not is_early(entry.place):
-                heapq.heappop(due)
+                heapq.heappop(firsts)
+                if not firsts:
+                    del due[number]
             elif entry.place > place:
-                heapq.heapreplace(due, (entry.place, number, name))
+                heapq.heapreplace(firsts, (entry.place, name))
             elif (other := turns.take()) is not None:
                 if not is_early(other.place):
                     yield from self._ahead_of(number)
                 yield other.item
+
+    def _due(self) -> _Due:
+        # The first of each line, or where it was left out the next one: found out when it is due.
+        due: _Due = {}
+        for number, lines in self._levels.items():
+            firsts = [(line.heads[0][0], name) for name, line in lines.items()]
+            firsts = [first for first in firsts if is_early(first[0])] if number % 2 == 0 else []
+            if firsts:
+                heapq.heapify(firsts)
+                due[number] = firsts
+        return due
+
+    def _next_due(self, due: _Due) -> int:
+        """Return whose turn is next: the tier's of the oldest.
+
+        But a higher one's, if somebody who has aged there is older than whoever would take it.
+        """
+        number = min(due, key=lambda each: due[each][0])
+        while (place := self._of_level(number).next_place()) is not None:
+            older = [each for each in due if each < number and due[each][0][0] < place]
+            if not older:
+                break
+            number = min(older, key=lambda each: due[each][0])
+        return number
 
     def _ahead_of(self, level: int) -> Iterator[T]:
         """Iterate over those that hold what others need, of this tier and of those above it."""
@@ -344,15 +368,29 @@ class _Turns(Generic[T]):
 
     def take(self) -> _Entry[T] | None:
         """Return whose turn it is, once; None where nobody is left."""
-        heap = self._heap
-        while heap:
-            counter, name = heap[0]
-            if (current := self._tenants.counter(name)) > counter:
-                heapq.heapreplace(heap, (current, name))
-                continue
+        while (name := self._least()) is not None:
             entry = self.next_of(name)
             if entry is not None:
                 self._next[name] = None
                 return entry
-            heapq.heappop(heap)
+            heapq.heappop(self._heap)
         return None
+
+    def next_place(self) -> Place | None:
+        """Return the place of whoever's turn it is, as far as that is known without looking for
+        room; None where nobody is left."""
+        while (name := self._least()) is not None:
+            if name not in self._merged:
+                return self._lines[name].heads[0][0]
+            entry = self.next_of(name)
+            if entry is not None:
+                return entry.place
+            heapq.heappop(self._heap)
+        return None
+
+    def _least(self) -> str | None:
+        """Return the tenant with the lowest counter."""
+        heap = self._heap
+        while heap and (current := self._tenants.counter(heap[0][1])) > heap[0][0]:
+            heapq.heapreplace(heap, (current, heap[0][1]))
+        return heap[0][1] if heap else None

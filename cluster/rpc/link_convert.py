@@ -100,6 +100,7 @@ def signal_to_wire(signal: LinkSignal) -> pb.LinkMessage:
                     handoff_id=handoff_id,
                     cause=_CAUSE_TO_WIRE[cause],
                     detail=detail[:_MAX_DETAIL_CHARS],
+                    num_preemptions=signal.num_preemptions,
                 )
             )
 
@@ -147,6 +148,7 @@ def _abort_from_wire(wire: pb.AbortHandoff) -> AbortHandoff:
         handoff_id=_text("abort.handoff_id", wire.handoff_id),
         cause=cause,
         detail=_text("abort.detail", wire.detail, low=0, high=_MAX_DETAIL_CHARS),
+        num_preemptions=min(wire.num_preemptions, MAX_PREEMPTIONS),
     )
 
 

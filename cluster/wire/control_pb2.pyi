@@ -71,7 +71,7 @@ class Want(_message.Message):
     remaining_s: _builtins.float
     """of the request's deadline"""
     is_resent: _builtins.bool
-    """on a new stream: it was in the queue before"""
+    """it was sent before, and may have been in the queue"""
     priority: _builtins.str
     """a tier of the deploy file; empty: the default one"""
     tenant: _builtins.str
@@ -188,17 +188,22 @@ class Done(_message.Message):
 
     GRANT_ID_FIELD_NUMBER: _builtins.int
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    WHOLE_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     grant_id: _builtins.str
     num_output_tokens: _builtins.int
+    """that came under it, whatever its end"""
+    whole_output_tokens: _builtins.int
+    """of all its request's grants; 0: it has not ended well"""
     def __init__(
         self,
         *,
         grant_id: _builtins.str = ...,
         num_output_tokens: _builtins.int = ...,
+        whole_output_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grant_id", b"grant_id", "num_output_tokens", b"num_output_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grant_id", b"grant_id", "num_output_tokens", b"num_output_tokens", "whole_output_tokens", b"whole_output_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -996,19 +996,23 @@ class AbortHandoff(_message.Message):
     HANDOFF_ID_FIELD_NUMBER: _builtins.int
     CAUSE_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
+    NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.str
     cause: Global___AbortCause.ValueType
     detail: _builtins.str
+    num_preemptions: _builtins.int
+    """of the choice so far, on all its ways"""
     def __init__(
         self,
         *,
         handoff_id: _builtins.str = ...,
         cause: Global___AbortCause.ValueType = ...,
         detail: _builtins.str = ...,
+        num_preemptions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "detail", b"detail", "handoff_id", b"handoff_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "detail", b"detail", "handoff_id", b"handoff_id", "num_preemptions", b"num_preemptions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

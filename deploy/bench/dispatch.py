@@ -249,7 +249,7 @@ class _World:
 
     def _timed_done(self, grant_id: str) -> tuple[list[Decision], float]:
         began = time.thread_time()
-        return self._planner.done(grant_id, 32, self._now), began
+        return self._planner.done(grant_id, 32, self._now, whole_output_tokens=32), began
 
     def _come(self) -> None:
         self._now += 1e-4

@@ -87,7 +87,9 @@ class _Route:
             predicted_s=0.0,
         )  # fmt: skip
 
-    def done(self, grant_id: str, num_output_tokens: int) -> None: ...
+    def done(
+        self, grant_id: str, num_output_tokens: int, *, whole_output_tokens: int = 0
+    ) -> None: ...
 
     async def cancel_request(self, request_id: str, timeout_s: float) -> bool:
         return False

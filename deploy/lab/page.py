@@ -45,10 +45,10 @@ def as_html(found: Results, pictures: Mapping[str, str]) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f"<title>{escape(workload.title)}</title><style>{_STYLE}</style></head><body>\n"
         f"<h1>{escape(workload.title)}</h1>\n<p>{escape(found.machine)}</p>\n"
-        f"<p>Arrivals: {escape(workload.arrivals)}. Seed {found.seed}. Every configuration may use "
-        f"{found.num_cores} cores. A request is good where its TTFT is within "
-        f"{objective.ttft_factor:g} and its TPOT within {objective.tpot_factor:g} times what an "
-        "idle cluster took; failed requests are misses.</p>\n"
+        f"<p>Arrivals: {escape(workload.arrivals)}{results.scaled(found)}. Seed {found.seed}. "
+        f"Every configuration may use {found.num_cores} cores. A request is good where its TTFT is "
+        f"within {objective.ttft_factor:g} and its TPOT within {objective.tpot_factor:g} times "
+        "what an idle cluster took; failed requests are misses.</p>\n"
         f"<ul>{configurations}</ul>\n"
         + "\n".join(pictures.values())
         + "\n".join(tables)

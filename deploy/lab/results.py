@@ -45,6 +45,8 @@ class Results:
     outcomes: tuple[Outcome, ...]
     limits: Mapping[str, Limit]
     seed: int
+    scale: float = 1.0
+    """Of the workload's own length."""
     num_cores: int
     machine: str
     """Date and machine: figures mean nothing without them."""
@@ -78,8 +80,8 @@ def as_text(results: Results) -> str:
     num_runs = max((len(outcome.runs) for outcome in results.outcomes), default=0)
     parts = [
         f"{workload.name}: {workload.title}\n{results.machine}",
-        f"arrivals: {workload.arrivals}; seed {results.seed}; each figure the median of "
-        f"{num_runs} run(s); {results.num_cores} cores each",
+        f"arrivals: {workload.arrivals}{scaled(results)}; seed {results.seed}; each figure the "
+        f"median of {num_runs} run(s); {results.num_cores} cores each",
         table(_HEAD, total_rows(results)),
         table(_GROUP_HEAD, group_rows(results)),
     ]
@@ -149,6 +151,11 @@ def beside_rows(results: Results) -> list[tuple[str, ...]]:
     return rows
 
 
+def scaled(results: Results) -> str:
+    """Return how much longer or shorter than its own length a workload was; mostly nothing."""
+    return "" if results.scale == 1.0 else f", scaled by {results.scale:g}"
+
+
 def milliseconds(value_s: float | None) -> str:
     """Return a duration as a cell."""
     return "-" if value_s is None else f"{value_s * 1e3:.1f} ms"
@@ -173,6 +180,7 @@ def as_json(results: Results) -> str:
         "title": workload.title,
         "arrivals": workload.arrivals,
         "seed": results.seed,
+        "scale": results.scale,
         "cores": results.num_cores,
         "machine": results.machine,
         "limits": {group: dataclasses.asdict(limit) for group, limit in results.limits.items()},

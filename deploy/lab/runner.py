@@ -89,6 +89,7 @@ def run(name: str, options: Options) -> int:
         outcomes=outcomes,
         limits=experiment.limits,
         seed=options.seed,
+        scale=options.scale,
         num_cores=experiment.num_cores,
         machine=machine,
     )

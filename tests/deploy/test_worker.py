@@ -122,6 +122,31 @@ async def test_legs_that_have_aged_are_reported_as_firm_before_the_engine_has_th
     assert report.firm_grants == ("grant-aged",)
 
 
+async def test_an_import_that_gave_way_too_often_is_firm_once_it_has_its_blocks(world):
+    """P-15: the control plane grants nobody what it keeps."""
+    scheduling = dataclasses.replace(world.config.scheduling, policy=Policy.PRIORITY)
+    world.config = dataclasses.replace(world.config, scheduling=scheduling)
+    decode = await world.start("d", "d-0")
+    for name, num_before in (("young", 0), ("spared", scheduling.max_preemptions)):
+        leg = make_leg(LegKind.DECODE, name, num_preemptions=num_before)
+        decode.legs.start_leg(leg, Sink())
+    assert decode._reporter.report().firm_grants == ()
+    for name in ("young", "spared"):
+        decode._pool.reserve(5, f"handoff-{name}", make_key(name))
+    assert decode._reporter.report().firm_grants == ("grant-spared",)
+    for name in ("young", "spared"):
+        decode._pool.cancel(f"handoff-{name}")
+
+
+@pytest.mark.parametrize("resume", [True, False])
+async def test_imports_give_way_only_where_streams_that_have_begun_go_on(world, resume):
+    scheduling = dataclasses.replace(world.config.scheduling, policy=Policy.PRIORITY)
+    router = dataclasses.replace(world.config.router, resume=resume)
+    world.config = dataclasses.replace(world.config, scheduling=scheduling, router=router)
+    decode = await world.start("d", "d-0")
+    assert decode.legs.decode.inbox.gives == resume
+
+
 async def test_what_lower_tiers_would_give_up_is_reported_but_not_of_those_that_have_aged(
     world, monkeypatch
 ):

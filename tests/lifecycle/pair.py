@@ -46,7 +46,8 @@ class DecodeSide:
         self.engine = FakeEngine(self.pool, self.runner, pair.clock, pair.rules)
         inbox = Inbox(
             pool=self.pool, cache=FakeCache(self.runner), patience_s=PATIENCE_S,
-            tier_of=pair.rules.taking_tier, needs_all=pair.rules.needs_all, **pair.common,
+            tier_of=pair.rules.taking_tier, needs_all=pair.rules.needs_all,
+            gives=pair.imports_give, **pair.common,
         )  # fmt: skip
         self.half = DecodeHalf(
             engine=self.engine,
@@ -86,9 +87,11 @@ class Pair:
         streams: bool = True,
         rules: Rules | None = None,
         p_rules: Rules | None = None,
+        imports_give: bool = True,
     ) -> None:
         """``rules``: of the decode workers; ``p_rules``: of the prefill worker."""
         self.rules = rules or Rules()
+        self.imports_give = imports_give
         self.clock = FakeClock()
         self.faults: list[BaseException] = []
         errands = Errands(

@@ -94,9 +94,9 @@ async def test_an_aged_import_is_not_passed_by_those_of_higher_tiers(ages_here):
         pair.clock.advance(0.1)
         pair.start("before", priority="high", num_prompt_tokens=16)
         await pair.prefill_all()
-        assert pair.d_pool.demand == Demand(num_blocks=4, tier=2)
+        assert pair.d_pool.demand == Demand(num_blocks=4, tier=2, is_import=True)
         pair.pass_time(PATIENCE_S / 2)
-    assert pair.d_pool.demand == Demand(num_blocks=7, tier=2)
+    assert pair.d_pool.demand == Demand(num_blocks=7, tier=2, is_import=True)
     pair.start("high", priority="high", num_prompt_tokens=16)
     await pair.prefill_all()
     assert pair.decode.inbox.num_waiting == 2 + ages_here

@@ -73,11 +73,17 @@ async def test_a_refused_export_goes_to_another_worker(state):
     pair.assert_idle()
 
 
-@pytest.mark.parametrize("state", WAITING, ids=names(WAITING))
-async def test_without_a_redirect_the_lease_ends_it(state):
-    """Its KV is gone then, and the request has to be computed again."""
+@pytest.mark.parametrize("is_computed", [True, False], ids=["computed before", "computed after"])
+async def test_without_a_redirect_the_lease_ends_it(is_computed):
+    """Its KV is gone then, and the request has to be computed again; the lease is of whole KV."""
     pair = Pair()
-    await state(pair)
+    if is_computed:
+        await refused_when_exported(pair)
+    else:
+        await refused_while_computing(pair)
+        pair.pass_time(2 * LEASE_S)
+        await pair.prefill_all()
+        assert pair.prefill.outbox.num_waiting == 1
     pair.pass_time(LEASE_S - 0.1)
     assert not pair.p_sink.ends
     pair.pass_time(0.1)

@@ -10,7 +10,7 @@ from cluster.handoff import AbortCause
 from cluster.policy.order import Ordering
 from cluster.policy.tiers import Tiers
 from tests.factories import expected_tokens, make_key
-from tests.lifecycle.pair import Pair
+from tests.lifecycle.pair import MAX_TOKENS, Pair
 
 TIERS = Tiers(names=("low", "normal", "high"), default="normal")
 BY_TIER = Rules(ordering=Ordering(policy=Policy.PRIORITY, num_tiers=3), tiers=TIERS)
@@ -111,6 +111,65 @@ async def test_one_that_reaches_the_bound_in_its_prefill_gets_all_its_blocks_whe
     await pair.run_dry()
     assert low.num_preemptions == pair.d_engine.scheduler.num_preemptions == 0
     assert pair.d_sink.output(LOW) == expected_tokens("low", 16)
+    pair.assert_idle()
+
+
+@pytest.mark.parametrize("is_computed", [True, False], ids=["exported", "still computed"])
+async def test_one_whose_import_gave_way_as_often_as_it_may_keeps_its_export(is_computed):
+    """P-15: the prefill worker is told with the refusal, and counts on from there."""
+    rules = replace(BY_TIER, max_preemptions=1)
+    pair = Pair(p_blocks=20, d_blocks=12, rules=rules, p_rules=rules)
+    pair.wire.holds_landing = True
+    sizes = {"priority": "low", "num_prompt_tokens": 40}
+    pair.start("low", **sizes)
+    await pair.step_prefill()
+    if is_computed:
+        await pair.prefill_all()
+    pair.start("high", priority="high", num_prompt_tokens=20)
+    while not pair.decode.inbox.num_waiting:
+        await pair.step_prefill()
+    await pair.step_decode()
+    assert pair.d_sink.num_preemptions[LOW] == 1
+    opened = pair.prefill.book.get(LOW)
+    assert opened.leg.num_preemptions == 1
+    if not is_computed:
+        assert live(pair.p_engine).num_preemptions_in_all == 1
+        assert pair.p_engine.scheduler.holdings(pair.clock.now()).firm == {LOW}
+    pair.wire.let_go()
+    await pair.prefill_all()
+
+    # What comes finds too little, and nobody who gives.
+    pair.start_prefill("urgent", priority="high", num_prompt_tokens=60)
+    await pair.step_prefill(2)
+    assert pair.p_engine.scheduler.num_waiting == 1
+    assert pair.p_pool.outside.asked() == []
+    assert pair.prefill.outbox.counts["gave_way"] == 0
+    pair.redirect("d", "low", **sizes, num_preemptions=1)
+    pair.start_decode("urgent", priority="high", num_prompt_tokens=60)
+    pair.add_decode("e")
+    await pair.run_dry_of("low")
+    assert pair.d_sink.output(LOW) == expected_tokens("low", MAX_TOKENS)
+    pair.prefill.abort_leg(make_key("urgent"), AbortCause.CANCELLED)
+    pair.decode.abort_leg(make_key("urgent"), AbortCause.CANCELLED)
+    await pair.run_dry()
+    pair.assert_idle()
+
+
+async def test_a_reservation_is_spared_once_its_prefill_was_preempted_too_often():
+    rules = replace(BY_TIER, max_preemptions=1)
+    pair = Pair(p_blocks=10, d_blocks=16, rules=rules, p_rules=rules)
+    # What it may come to need is no more than what was reserved.
+    pair.start("low", priority="low", num_prompt_tokens=30, max_tokens=3)
+    await pair.step_prefill(2)
+    pair.start("urgent", priority="high", num_prompt_tokens=24)
+    told = []
+    while pair.decode.inbox.counts["committed"] < 2:
+        outside = {o.holder: o.num_preemptions for o in pair.d_pool.outside.below(2)}
+        told.append(outside[("import", "handoff-low")])
+        await pair.step_prefill()
+    assert (told[0], told[-1]) == (0, 1)
+    await pair.run_dry()
+    assert pair.decode.inbox.counts["refused"] == 0
     pair.assert_idle()
 
 

@@ -52,6 +52,25 @@ async def ask(pair: Pair, name: str = "high", priority: str = "high", **fields) 
     pair.p_engine.step()
 
 
+def seen_by_engine(pool) -> list[tuple[int, int]]:
+    """How many could be asked, and how many blocks are free, whenever it is told of a change."""
+    seen = []
+    pool.subscribe(lambda: seen.append((len(pool.outside.below(2)), pool.num_free)))
+    return seen
+
+
+async def test_the_blocks_of_an_export_are_free_before_it_leaves():
+    """P-15: else the engine would take as many from another."""
+    pair = by_tier(p_blocks=8)
+    await exported(pair, "low")
+    await ask(pair)
+    seen = seen_by_engine(pair.p_pool)
+    await pair.settle()
+    assert seen[-1] == (0, 8)
+    assert [free for num_outside, free in seen if not num_outside] == [8]
+    await all_given_back(pair)
+
+
 async def test_an_export_that_is_cancelled_while_it_is_asked_ends_once():
     pair = by_tier(p_blocks=12)
     await exported(pair, "low0", "low1")
@@ -285,6 +304,49 @@ async def test_an_import_gives_its_reservation_to_one_of_a_higher_tier(stands):
     await pair.run_dry()
     assert pair.d_sink.output(make_key("low")) == expected_tokens("low", MAX_TOKENS)
     assert pair.p_sink.ends[make_key("low")].times.num_computed_tokens == 40
+    pair.assert_idle()
+
+
+async def test_the_blocks_of_an_import_are_free_before_it_leaves():
+    pair = by_tier(d_blocks=12)
+    await reserved(pair)
+    await high_import(pair)
+    seen = seen_by_engine(pair.d_pool)
+    pair.decode.inbox._giving.give()
+    assert seen[-1] == (0, 12)
+    assert [free for num_outside, free in seen if not num_outside] == [12]
+    await all_given_back(pair)
+
+
+async def test_an_import_gives_nothing_where_it_could_not_go_on():
+    """Without resume: its stream may have begun, and would end with its export's lease."""
+    pair = by_tier(d_blocks=12, imports_give=False)
+    await reserved(pair)
+    pair.start("high", priority="high", **LONG)
+    while pair.decode.inbox.num_waiting == 0:
+        await pair.step_prefill()
+    await pair.step_decode()
+    assert pair.d_pool.outside.asked() == []
+    await pair.run_dry()
+    for name in ("low", "high"):
+        assert pair.d_sink.output(make_key(name)) == expected_tokens(name, MAX_TOKENS)
+    assert pair.decode.inbox.counts["gave_way"] == 0
+    pair.assert_idle()
+
+
+async def test_a_prompt_whose_import_gave_way_is_under_no_lease_until_it_is_computed():
+    pair = by_tier(d_blocks=12)
+    await reserved(pair)
+    await high_import(pair)
+    await pair.settle()
+    assert pair.prefill.outbox.num_waiting == 1
+    assert pair.p_sink.output(make_key("low")) == []
+    pair.pass_time(LEASE_S)
+    await pair.prefill_all()
+    assert is_open(pair, "low")
+    pair.pass_time(LEASE_S)
+    assert not is_open(pair, "low")
+    await pair.run_dry()
     pair.assert_idle()
 
 

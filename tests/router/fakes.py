@@ -169,6 +169,7 @@ class FakeRoute:
         self.wants: list[Want] = []
         self.withdrawn: list[Want] = []
         self.dones: list[tuple[str, int]] = []
+        self.whole_outputs: list[int] = []
         self.grants: list[str] = []
         self.cancel_asked: list[str] = []
         self.wanted = asyncio.Event()
@@ -220,8 +221,9 @@ class FakeRoute:
             predicted_s=0.1,
         )
 
-    def done(self, grant_id: str, num_output_tokens: int) -> None:
+    def done(self, grant_id: str, num_output_tokens: int, *, whole_output_tokens: int = 0) -> None:
         self.dones.append((grant_id, num_output_tokens))
+        self.whole_outputs += [whole_output_tokens] if whole_output_tokens else []
 
     async def cancel_request(self, request_id: str, timeout_s: float) -> bool:
         self.cancel_asked.append(request_id)

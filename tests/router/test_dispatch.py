@@ -46,7 +46,7 @@ async def test_first_token_goes_out_before_the_transfer_and_its_repeat_is_droppe
     assert (text, ids) == ("bc", [B, C])
     assert finish.finish_reason is FinishReason.LENGTH
     assert finish.num_output_tokens == 3
-    assert cluster.route.dones == [("g0", 3)]
+    assert (cluster.route.dones, cluster.route.whole_outputs) == ([("g0", 3)], [3])
     assert prefill.aborts == decode.aborts == []
     assert metric(service, "pdserve_repeated_tokens_total") == 0
     await finished(service, cluster)
@@ -233,6 +233,8 @@ async def test_cancel_while_workers_work_aborts_both_legs(num_tokens):
     assert metric(service, f'pdserve_requests_aborted_total{{phase="{phase}"}}') == 1
     assert metric(service, "pdserve_wasted_tokens_total") == num_tokens
     await finished(service, cluster)
+    # It has had these tokens, and nobody learns from them how long outputs are.
+    assert (cluster.route.dones, cluster.route.whole_outputs) == ([("g0", num_tokens)], [])
 
 
 async def test_cancel_after_the_last_token_changes_nothing():

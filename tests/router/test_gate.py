@@ -195,9 +195,40 @@ async def test_by_work_only_what_it_will_take_at_least_is_waited_for():
         cluster.route.view = make_view(max_queue_requests=8, **waits)
         error = await refused(service, replace(asks, expected_tokens=30, timeout_s=9.0))
         assert "at most" in error.message
-        await fill(service, 1, asks)
-        error = await refused(service, asks)
-        assert "at most" in error.message, "of those who may be the first there is a surplus of one"
+        small = replace(asks, prompt=[1] * 3, expected_tokens=2)
+        await fill(service, 1, small)
+        error = await refused(service, small)
+        assert "at most" in error.message, "of those who are the first there is a surplus of one"
+
+
+@pytest.mark.parametrize("most", [{"max_tokens": 30}, {"max_tokens": None}])
+async def test_by_work_the_bounds_hold_for_whoever_only_may_be_the_first(most, monkeypatch):
+    """P-25: nothing of it need be cached, and it may have all the output that it asks for."""
+    by_work = SchedulingConfig(policy=Policy.SJF)
+    door = Door(tiers=Tiers.of(by_work), ordering=Ordering.of(by_work))
+    asks = GenerateInput(prompt=[1] * 2, **most)
+    async with waiting_router(door=door) as (cluster, service):
+        waits = {"num_waiting": 1, "waiting_standings": {4: 1}}
+        cluster.route.view = make_view(waiting_tokens=99, max_queue_tokens=100, **waits)
+        await fill(service, 1, replace(asks, expected_tokens=2))
+        never_tokenise(monkeypatch)
+        assert "prompt tokens wait" in (await refused(service, asks)).message
+        waits["num_waiting"] = 8
+        cluster.route.view = make_view(**waits)
+        assert "requests wait" in (await refused(service, asks)).message
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize(("kind", "status"), [(ClusterFull, 503), (QueueFull, 429)])
+async def test_a_call_that_the_control_plane_refuses_is_told_when_to_come_back(
+    kind, status, is_streamed
+):
+    """P-25: also one that was taken before anything was known of the queue."""
+    async with waiting_router() as (cluster, service), open_doors(service) as doors:
+        cluster.route.view = None
+        cluster.route.error = kind("full", stage="queue", retry_after_s=3.0)
+        response = await doors.post({"prompt": "hi", "stream": is_streamed})
+        assert (response.status_code, response.headers["retry-after"]) == (status, "3")
 
 
 async def test_a_queue_full_of_lower_tiers_lets_in_the_first_of_a_higher_one():

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from cluster.config import Role
 from cluster.errors import HandoffFailed, WorkerLost
 from cluster.handoff import AbortCause
 from cluster.request import FinishReason
-from tests.router.fakes import FakeCluster, make_router, until
+from router.parts import Parts
+from tests.router.fakes import FakeCluster, make_router, make_view, make_worker, until
 from tests.router.reading import finished, read, start
 
 A, B = b"ab"
@@ -78,6 +80,41 @@ async def test_a_start_that_may_still_be_on_its_way_is_waited_for():
     await finished(service, cluster)
 
 
+@pytest.mark.parametrize("has_come", [False, True])
+async def test_who_is_told_too_early_looks_again(has_come, monkeypatch):
+    """CASES P-20: it is told once; what has come meanwhile its worker has reported."""
+    monkeypatch.setattr("router.attempt.START_S", 0.05)
+    monkeypatch.setattr("router.attempt.REPORT_S", 0.05)
+    cluster = FakeCluster()
+    cluster.route.pairs = [("p0", None), ("p1", None)]
+    service = make_router(cluster)
+    generation = await start(cluster, service, max_tokens=1)
+    await cluster.started("p0")
+    missed(service, cluster)
+    if has_come:
+        cluster.route.view = make_view(make_worker("p0", Role.PREFILL, held_grants=("g0",)))
+        looked = count_looks(monkeypatch)
+        await until(lambda: looked)
+        await nothing_comes_of_it(cluster, generation)
+    else:
+        (second,) = await cluster.started("p1")
+        second.say(A, finish=FinishReason.LENGTH)
+        assert (await read(generation))[0] == "a"
+    await finished(service, cluster)
+
+
+def count_looks(monkeypatch):
+    """A list that grows with each look at what a worker holds."""
+    looks, holds = [], Parts.holds
+
+    def counted(parts, peer, grant_id):
+        looks.append(grant_id)
+        return holds(parts, peer, grant_id)
+
+    monkeypatch.setattr(Parts, "holds", counted)
+    return looks
+
+
 @pytest.mark.parametrize("speaker", ["prefill", "decode"])
 async def test_a_leg_that_was_over_before_any_report_is_not_missed(speaker, monkeypatch):
     """A short prefill may come and go between two reports."""
@@ -119,6 +156,44 @@ async def prefilled(cluster, service, *pairs):
     prefill, decode = await cluster.started("p0", "d0")
     prefill.say(A)
     return generation, prefill, decode
+
+
+async def test_a_decode_leg_that_came_late_is_not_given_up(monkeypatch):
+    monkeypatch.setattr("router.attempt.START_S", 0.05)
+    monkeypatch.setattr("router.attempt.REPORT_S", 0.05)
+    cluster = FakeCluster()
+    cluster.route.view = make_view(make_worker("d0", Role.DECODE, held_grants=("g0",)))
+    service = make_router(cluster)
+    generation, prefill, decode = await prefilled(cluster, service)
+    missed(service, cluster, worker_id="d0")
+    looked = count_looks(monkeypatch)
+    await until(lambda: looked)
+    prefill.say(A, ends=True)
+    decode.say(A, B, finish=FinishReason.LENGTH)
+    assert (await read(generation))[0] == "ab"
+    assert (len(cluster.route.wants), decode.aborts) == (1, [])
+    await finished(service, cluster)
+
+
+async def test_a_lost_start_is_noted_that_was_told_while_the_old_leg_had_not_ended(monkeypatch):
+    """CASES P-20: the grant waited here for longer than workers have to report it."""
+    monkeypatch.setattr("router.attempt.START_S", 0.05)
+    monkeypatch.setattr("router.attempt.REPORT_S", 0.05)
+    monkeypatch.setattr("router.attempt.REDIRECT_GAP_S", 0.0)
+    cluster = FakeCluster()
+    service = make_router(cluster)
+    generation, prefill, decode = await prefilled(cluster, service, ("p0", "d0"), ("p0", "d1"))
+    missed(service, cluster, worker_id="d0")
+    await until(lambda: len(cluster.route.grants) == 2)
+    missed(service, cluster, attempt=1, worker_id="d0")
+    assert len(decode.legs) == 1, "its old leg has not ended"
+    decode.say(error=GIVEN_UP, aborted_grant="g0")
+    await until(lambda: len(decode.legs) == 2)
+    (second,) = await cluster.started("d1")
+    prefill.say(A, ends=True)
+    second.say(A, B, finish=FinishReason.LENGTH)
+    assert (await read(generation))[0] == "ab"
+    await finished(service, cluster)
 
 
 @pytest.mark.parametrize("other", ["d1", "d0"])

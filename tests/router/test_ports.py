@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import selectors
 import socket
 import subprocess
@@ -11,23 +12,23 @@ import time
 
 import pytest
 
-from router.ports import is_shared, turn_away
+from router.ports import is_shared, let_in, turn, turn_away
 
 NUM_KNOCKS = 24
 LISTEN = """
-import socket, sys
+import os, socket, sys
 listener = socket.socket()
 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
 listener.bind((sys.argv[1], int(sys.argv[2])))
 listener.listen()
-print("listens", flush=True)
+print(os.fstat(listener.fileno()).st_ino, flush=True)
 sys.stdin.read()
 """
 
 
 @contextlib.contextmanager
 def listening(host: str, port: int):
-    """Another process that listens there."""
+    """Another process that listens there; yields its socket's inode."""
     process = subprocess.Popen(
         [sys.executable, "-S", "-c", LISTEN, host, str(port)],
         stdin=subprocess.PIPE,
@@ -35,8 +36,7 @@ def listening(host: str, port: int):
         text=True,
     )
     try:
-        assert process.stdout.readline() == "listens\n"
-        yield
+        yield int(process.stdout.readline())
     finally:
         process.communicate(timeout=10)
 
@@ -124,3 +124,26 @@ def test_whoever_is_connected_already_is_let_in(own, port):
         client.sendall(b"hello")
         assert served.recv(5) == b"hello"
         stack.enter_context(socket.create_connection(("127.0.0.2", port), timeout=10))
+
+
+def test_whoever_was_turned_away_can_be_let_in_again(own, port):
+    """It asks again by itself; whoever comes after that does not even wait."""
+    with contextlib.ExitStack() as stack:
+        assert turn_away(port) == 1
+        with pytest.raises(TimeoutError):
+            socket.create_connection(("127.0.0.1", port), timeout=0.1)
+        clients = knock(stack, port)
+        assert let_in(port) == 1
+        stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=0.5))
+        wait_settled(clients)
+        assert not any(map(is_cut, clients))
+
+
+def test_those_who_leave_together_have_turns(own, port):
+    """In whatever order: each of them sees the same one."""
+    assert turn(port) == 0.0
+    with listening("127.0.0.1", port) as second, listening("127.0.0.1", port) as third:
+        inode = os.fstat(own.fileno()).st_ino
+        assert turn(port) == sorted([inode, second, third]).index(inode) / 3
+    own.close()
+    assert turn(port) == 0.0, "nobody listens there"

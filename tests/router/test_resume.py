@@ -68,7 +68,8 @@ async def test_a_decode_worker_that_dies_in_mid_stream_is_replaced():
     assert (finish.timeline.num_attempts, finish.timeline.num_resumed) == (2, 1)
     assert (finish.timeline.prefill_worker, finish.timeline.decode_worker) == ("p1", "d1")
     assert finish.timeline.queue_s <= finish.timeline.first_token_s
-    assert cluster.route.dones == [("g0", 0), ("g1", 5)]
+    assert cluster.route.dones == [("g0", 2), ("g1", 3)]
+    assert cluster.route.whole_outputs == [5], "outputs are learned from as wholes"
     assert metric(service, "pdserve_requests_resumed_total") == 1
     assert metric(service, "pdserve_generated_tokens_total") == 5
     assert metric(service, "pdserve_repeated_tokens_total") == 0

@@ -211,3 +211,39 @@ async def test_doors_that_another_has_too_are_closed_at_once(monkeypatch):
             await asyncio.wait_for(watch.read(), 5)  # it would keep the server from its end
         assert not running.done()
         running.cancel()
+
+
+async def test_two_routers_that_leave_together_are_no_heirs_of_one_another(monkeypatch):
+    """CASES P-27: the one that is left refuses politely; clients of both would hear nothing."""
+    monkeypatch.setattr(leave, "LAST_CALLS_S", 0.0)
+    monkeypatch.setattr(leave, "_LAST_WORDS_S", 0.2)
+    others = {"heirs": True, "turned": 0, "let in": 0}
+    monkeypatch.setattr(leave, "is_shared", lambda port: others["heirs"])
+
+    def counted(name, do):
+        def call(port):
+            others[name] += 1
+            return do(port)
+
+        return call
+
+    monkeypatch.setattr(leave, "turn_away", counted("turned", leave.turn_away))
+    monkeypatch.setattr(leave, "let_in", counted("let in", leave.let_in))
+    async with both_doors() as (service, http, grpc_door, client, _):
+        body = {"prompt": "hi", "timeout_s": GRACE_S}
+        running = asyncio.ensure_future(client.post("/v1/completions", json=body))
+        await until(lambda: is_running(service))
+        leaving = asyncio.ensure_future(leave.Leave(service, http, grpc_door).take(GRACE_S))
+        await until(lambda: others["turned"] == 2)
+        others["heirs"] = False
+        await until(lambda: others["let in"] == 2)
+        async with httpx.AsyncClient(base_url=client.base_url, timeout=0.9) as newcomer:
+            refused = await newcomer.post("/v1/completions", json=body)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert not leaving.done()
+
+        # STEP 1: another one that comes is an heir after all.
+        others["heirs"] = True
+        await asyncio.wait_for(leaving, 5)
+        assert others["turned"] == 4
+        running.cancel()

@@ -133,7 +133,8 @@ class PlannerPlacer:
         return self._granted(self._report(worker.name, now, *worker.held, **facts))
 
     def done(self, job, now):
-        return self._granted(self.planner.done(job.grant_id, job.output, now))
+        decisions = self.planner.done(job.grant_id, job.output, now, whole_output_tokens=job.output)
+        return self._granted(decisions)
 
     def tick(self, now):
         for worker_id, registration in self._registrations.items():

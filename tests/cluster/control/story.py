@@ -44,8 +44,11 @@ class Story:
     def want(self, request_id="r", router_id="a", **changes):
         return self.planner.want(router_id, make_want(request_id, **changes), self.now)
 
-    def done(self, grant, num_output_tokens=1):
-        return self.planner.done(grant.grant_id, num_output_tokens, self.now)
+    def done(self, grant, num_output_tokens=1, *, is_whole=True):
+        whole = num_output_tokens if is_whole else 0
+        return self.planner.done(
+            grant.grant_id, num_output_tokens, self.now, whole_output_tokens=whole
+        )
 
     def view(self):
         return self.planner.view(self.now)

@@ -48,10 +48,15 @@ class Silent(pb_grpc.ControlServicer):
 
     def __init__(self):
         self.is_speaking = False
+        self.is_hanging_up = False
+        """On whoever wants something."""
         self.num_dials = 0
         self.may_refuse = asyncio.Event()
         self.may_refuse.set()
         self.facts = []
+
+    def wants(self):
+        return [fact.want for fact in self.facts if fact.HasField("want")]
 
     async def Route(self, request_iterator, context):
         if not self.is_speaking:
@@ -62,6 +67,8 @@ class Silent(pb_grpc.ControlServicer):
         await context.write(pb.RouteDecision(welcome=pb.RouterWelcome(term=1)))
         async for fact in request_iterator:
             self.facts.append(fact)
+            if self.is_hanging_up and fact.HasField("want"):
+                return
 
 
 @pytest.fixture
@@ -123,6 +130,25 @@ async def test_a_done_during_a_failing_dial_is_sent_when_welcomed(silent):
     silent.may_refuse.set()
     await until(lambda: len(silent.facts) >= 2)
     assert [fact.done.grant_id for fact in silent.facts if fact.HasField("done")] == ["g"]
-    assert [fact.want.is_resent for fact in silent.facts if fact.HasField("want")] == [True]
+    want.cancel()
+    await client.stop()
+
+
+async def test_only_what_a_stream_has_had_is_sent_again(silent):
+    """What none has had may still be refused: it was not let into any queue."""
+    client = RouteClient(
+        silent.address,
+        router_id="a",
+        incarnation="a-1",
+        clock=SystemClock(),
+        events=Router(silent.address, "unused"),
+        timing=RouteTiming(backoff=Backoff(first_s=0.01, last_s=0.02)),
+    )
+    await client.start()
+    want = asyncio.create_task(client.want(make_want("r")))
+    await until(lambda: silent.num_dials > 0)
+    silent.is_hanging_up = silent.is_speaking = True
+    await until(lambda: len(silent.wants()) >= 3)
+    assert [want.is_resent for want in silent.wants()[:3]] == [False, True, True]
     want.cancel()
     await client.stop()

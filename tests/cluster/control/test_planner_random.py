@@ -155,6 +155,10 @@ class World:
         self.answers[key] = kind
         self.waiting.pop(key, None)
 
+    def are_of_one_line(self, one, other):
+        is_same_tier = one.priority == other.priority or not self.is_by_tier
+        return one.tenant == other.tenant and is_same_tier
+
     def granted(self, grant):
         key = (grant.request_id, grant.attempt)
         want = self.waiting[key]
@@ -163,12 +167,12 @@ class World:
             for other in self.waiting.values()
             if other.request_id < want.request_id and want.export is None is other.export
         ]
-        # Between tenants with fair shares it is only a matter of their turns.
+        # Between tenants with fair shares, and their tiers, it is only a matter of turns.
         same = [
             other
             for other in older
             if (other.max_tokens == 1) == (want.max_tokens == 1)
-            and (other.tenant == want.tenant or not self.is_fair)
+            and (not self.is_fair or self.are_of_one_line(other, want))
         ]
         equals = [other for other in same if equal_to(other) == equal_to(want)]
         assert not (self.is_by_tier and equals), f"{key} has overtaken its equals: {equals}"

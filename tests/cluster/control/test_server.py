@@ -19,6 +19,7 @@ from cluster.control.server import SERVICE_NAME, ControlServer
 from cluster.control.status import get_cluster
 from cluster.errors import (
     Cancelled,
+    ClusterFull,
     DeadlineExceeded,
     EngineFault,
     InvalidRequest,
@@ -27,7 +28,7 @@ from cluster.errors import (
 )
 from cluster.wire import control_pb2 as pb
 from cluster.wire.control_pb2_grpc import ControlStub
-from tests.cluster.control.conftest import QUICK, FakeWorker, until
+from tests.cluster.control.conftest import QUICK, FakeWorker, Router, until
 from tests.cluster.control.factory import make_config, make_registration, make_want, two_pools
 
 
@@ -283,6 +284,28 @@ async def test_a_router_that_starts_first_knows_that_a_view_may_come(cluster):
     await cluster.workers()
     assert (await waiting).request_id == "r1"
     await until(lambda: not early.client.awaits_first_view)
+
+
+async def test_what_waited_for_a_first_view_may_find_the_queue_full(cluster):
+    """CASES P-25, P-27: it was let in by nobody yet, and a whole router full of it may come."""
+    await cluster.start(*two_pools(slots=1), max_queue_requests=2)
+    _, decode = await cluster.workers()
+    router = await cluster.router("first")
+    decode.hold((await router.client.want(make_want("runs"))).grant_id)
+    waits = [asyncio.create_task(router.client.want(make_want(f"w{i}"))) for i in range(2)]
+    view = lambda: router.client.view  # noqa: E731
+    await until(lambda: view().num_waiting == 2 and not view().is_reconciling)
+    late = Router(cluster.address, "late")
+    early = [asyncio.create_task(late.client.want(make_want(f"e{i}"))) for i in range(3)]
+    await asyncio.sleep(0)
+    await late.client.start()
+    answers = await asyncio.gather(*early, return_exceptions=True)
+    await late.client.stop()
+    assert all(isinstance(answer, ClusterFull) for answer in answers), answers
+    assert all(answer.retry_after_s >= 1.0 for answer in answers)
+    assert not any(each.done() for each in waits)
+    for each in waits:
+        each.cancel()
 
 
 async def test_a_stopping_router_ends_its_waits(cluster):

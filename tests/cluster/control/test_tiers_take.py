@@ -249,6 +249,29 @@ def test_an_aged_one_is_not_overtaken_by_taking():
     assert granted(say(story, [])) == ["h"]
 
 
+@pytest.mark.parametrize("is_full", [True, False], ids=["takes", "gets what is free"])
+def test_a_low_flood_and_many_modest_tenants_do_not_keep_an_aged_high_request_out(is_full):
+    """P-16: the flood's age brings turns of its tier, and by their shares others take them."""
+    fair = {"fair_tenants": True, "tenant_queue_share": 1.0, "max_queue_requests": 1000}
+    story = Story(*two_pools(slots=2), policy=Policy.PRIORITY, aging_s=5.0, **fair)
+    lows = full_of(story, "l1", "l2")
+    for index in range(60):
+        story.want(f"flood-{index}", tenant="flood", priority="low", waited_s=12.0)
+    tenants = story.planner._queue._queue.tenants(0)
+    for tenant in range(50):
+        story.want(f"modest-{tenant}", tenant=f"t{tenant}", priority="low")
+    tenants.charge("flood", 10_000.0)
+    told = {"takable": (6,), "used": 6} if is_full else {"used": 6}
+    firm = () if is_full else tuple(grant.grant_id for grant in lows)
+    say(story, lows, firm_grants=firm, **told)
+    high = story.want("h", priority="high", waited_s=6.0)
+    if not is_full:
+        assert granted(high) == []
+        story.done(lows.pop())
+        high = say(story, lows, used=3, firm_grants=(lows[0].grant_id,))
+    assert granted(high) == ["h"]
+
+
 @given(
     legs=st.lists(
         st.tuples(

@@ -212,9 +212,11 @@ class Run:
         for other in left:
             if sequence.block_ids and sequence.num_computed_tokens:
                 continue  # its KV came with it: it took a slot, and no blocks
-            is_too_young = sequence.arrived > other.arrived + self.rules.ordering.aging_s
-            if is_too_young and self.rules.ordering.is_fair:
-                is_too_young = sequence.tenant == other.tenant
+            ordering = self.rules.ordering
+            is_too_young = sequence.arrived > other.arrived + ordering.aging_s
+            if is_too_young and ordering.is_fair:
+                is_same_tier = ordering.level_of(sequence.tier) == ordering.level_of(other.tier)
+                is_too_young = sequence.tenant == other.tenant and is_same_tier
             assert not is_too_young, f"{sequence.key} has passed {other.key}"
 
     def check_equals(self, sequence, left):

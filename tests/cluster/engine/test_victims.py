@@ -4,6 +4,7 @@ from cluster.config import Policy
 from cluster.engine.rules import Rules
 from cluster.engine.victims import Victims, freed_in_turn
 from cluster.kv.block_pool import BlockPool
+from cluster.kv.outside import Demand
 from cluster.policy.order import Ordering
 from cluster.policy.tiers import Tiers
 from tests.factories import BLOCK_SIZE, Engine, make_key
@@ -39,7 +40,8 @@ def test_nobodys_blocks_are_counted_where_all_of_them_together_are_too_few(monke
     victims, live = Victims.of(engine.pool, BY_TIER), engine.scheduler._live.values()
 
     def chosen(num_blocks):
-        return victims.below(1, live, engine.clock.now(), num_blocks=num_blocks, needs_slot=False)
+        demand = Demand(num_blocks=num_blocks, tier=1)
+        return victims.below(demand, live, engine.clock.now(), needs_slot=False)
 
     assert (chosen(5), counted) == ([], []), "4 are all that they hold"
     assert chosen(4) == lows[::-1]

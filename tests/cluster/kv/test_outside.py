@@ -4,6 +4,7 @@ import pytest
 
 from cluster.kv.block_pool import BlockPool
 from cluster.kv.outside import Demand, Outsider
+from tests.factories import make_key
 
 A, B = ("export", "a"), ("import", "b")
 HIGH = Demand(num_blocks=4, tier=2)
@@ -63,6 +64,28 @@ def test_those_below_whom_others_are_asked_for_leave_the_blocks_to_it(pool):
     assert [pool.outside.kept_from(tier) for tier in range(3)] == [4, 4, 0]
     pool.outside.ask((), None)
     assert pool.outside.kept_from(0) == 0
+
+
+def test_whoever_chose_one_that_left_meanwhile_hears_of_it(pool, heard):
+    pool.outside.ask([A, B], HIGH)
+    pool.outside.leave(A)
+    assert heard == [[A, B], [B]]
+    pool.outside.ask([A, B], HIGH)
+    assert heard == [[A, B], [B], [B]], "asked as before, and one of them is gone"
+    pool.outside.ask([B], HIGH)
+    pool.outside.ask([B], HIGH)
+    assert len(heard) == 4
+
+
+def test_an_import_that_has_its_blocks_keeps_none_from_others(pool):
+    for_import = Demand(num_blocks=4, tier=2, is_import=True)
+    for demand, num_kept in ((for_import, 0), (HIGH, 4)):
+        pool.ask(for_import)
+        pool.outside.ask([A], demand)
+        assert pool.outside.kept_from(0) == 4
+        pool.reserve(4, "h", make_key("high"))
+        assert pool.outside.kept_from(0) == num_kept, "a sequence's are kept on"
+        pool.cancel("h")
 
 
 def test_nobody_enters_where_nobody_takes(heard):

@@ -142,10 +142,42 @@ def test_the_oldest_of_those_who_aged_brings_the_next_turn_of_its_tier():
         {"tenant": "b", "tier": 0, "arrived": 6.0},
     )
     queue.tenants(0).charge("a", 100.0)
-    assert queue.in_order(6.5) == ["r2", "r5", "r0", "r1", "r4", "r3"]
+    assert queue.in_order(6.5) == ["r1", "r2", "r5", "r0", "r4", "r3"], "r1 is older than r2"
     walk = queue.walk(6.5)
     walk.close_if("large", is_over=True)
     assert list(walk) == ["r1", "r4", "r3", "r2", "r5"]
+
+
+def test_who_has_aged_in_a_high_tier_does_not_wait_for_younger_ones_whose_turn_a_low_flood_brings():
+    """P-16: a flood of a low tier brings turns that others of its tier take, and they are many."""
+    queue = fill(
+        make_queue(Policy.PRIORITY, is_fair=True),
+        *({"tenant": "flood", "tier": 0, "arrived": 0.0} for _ in range(3)),
+    )
+    modest = 0
+
+    def comes(now):
+        nonlocal modest
+        for tenant in "abcdef":
+            name = f"{tenant}{modest}"
+            modest += 1
+            queue.add(name, name, Ticket(arrived=now, order=100 + modest, tenant=tenant))
+
+    def serve(now):
+        name = next(queue.walk(now))
+        ticket = queue.ticket(name)
+        queue.remove(name)
+        queue.tenants(ticket.tier).charge(ticket.tenant, 10.0)
+        return name
+
+    comes(4.0)
+    queue.tenants(0).charge("flood", 1000.0)
+    assert serve(6.0) == "a0", "the flood has aged, and has been served more"
+    queue.add("high", "high", Ticket(arrived=6.0, order=9, tier=2, tenant="high"))
+    comes(6.5)
+    assert [serve(11.0 + i / 10) for i in range(7)] == [
+        "b1", "c2", "d3", "e4", "f5", "high", "a6",
+    ], "those that came before it go before it"  # fmt: skip
 
 
 def test_a_closed_group_is_left_out_of_the_rest_of_the_walk():
@@ -197,6 +229,24 @@ def test_any_coming_and_going_keeps_the_order(policy, given_tickets, data):
         for place, later in enumerate(seen):
             for earlier in seen[:place]:
                 check_pair(policy, waiting[earlier], waiting[later], now)
+
+
+@given(st.lists(tickets, max_size=30), st.dictionaries(st.sampled_from("ab"), st.floats(0.0, 99.0)))
+@settings(max_examples=100, deadline=None)
+def test_nobody_of_a_lower_tier_who_is_younger_goes_before_one_who_has_aged(
+    given_tickets, counters
+):
+    """P-16: whatever the shares are; and nobody goes twice, or not at all."""
+    queue = fill(make_queue(Policy.PRIORITY, is_fair=True), *given_tickets)
+    for tenant, counter in counters.items():
+        for tier in range(3):
+            queue.tenants(tier).charge(tenant, counter * (tier + 1) % 50)
+    seen = queue.in_order(20.0)
+    assert sorted(seen) == sorted(f"r{order}" for order in range(len(given_tickets)))
+    for place, later in enumerate(map(queue.ticket, seen)):
+        if later.arrived + AGING_S <= 20.0 and later.ahead is Ahead.NO:
+            lower = [t for t in map(queue.ticket, seen[:place]) if t.tier < later.tier]
+            assert all(t.arrived <= later.arrived for t in lower if t.ahead is Ahead.NO)
 
 
 def check_pair(policy, first, second, now):

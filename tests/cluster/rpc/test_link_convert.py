@@ -30,6 +30,7 @@ SIGNALS = [
     ManifestBytes(payload=b"\x80"),
     Commit(handoff_id="h"),
     *(AbortHandoff(handoff_id="h", cause=cause, detail="why") for cause in AbortCause),
+    AbortHandoff(handoff_id="h", cause=AbortCause.REFUSED, num_preemptions=2),
 ]
 LAYOUT = KVLayout(
     num_layers=2,

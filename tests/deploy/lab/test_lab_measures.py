@@ -1,5 +1,6 @@
 """From notes to figures, and from figures to table, JSON and page."""
 
+import dataclasses
 import json
 from xml.etree import ElementTree
 
@@ -224,6 +225,16 @@ def test_the_json_has_figures_errors_and_the_arrival_process():
     assert slow["link_bytes_per_s"] == 4e6
     assert gone["failure"].endswith("no")
     assert gone["runs"] == []
+
+
+def test_a_workload_that_was_scaled_says_so_everywhere():
+    scaled = dataclasses.replace(FOUND, scale=0.25)
+
+    for told in (results.as_text, lambda found: page.as_html(found, {})):
+        assert "as it goes, scaled by 0.25" in told(scaled)
+        assert "scaled" not in told(FOUND)
+    scales = [json.loads(results.as_json(found))["scale"] for found in (scaled, FOUND)]
+    assert scales == [0.25, 1.0]
 
 
 def test_the_page_is_one_file_that_loads_and_runs_nothing():
