@@ -229,11 +229,12 @@ def test_what_another_app_uses_has_no_room(second):
 def test_what_never_gets_ready_is_taken_away_again(second):
     """Point 9: the first deployment, within its wait, with the reason; nothing is left of it."""
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
-        deploying = threads.submit(second.command, "deploy", "--wait-ready", "8")
+        deploying = threads.submit(second.command, "deploy", "--wait-ready", "20")
         loading = []
 
         def is_loading() -> bool:
             loading[:] = processes_of(second.nodes.address, "ray::ServeReplica:pdserve:both")
+            assert loading or not deploying.done(), deploying.result().stderr
             return bool(loading)
 
         wait_until(is_loading, FAIL_S, "it is not started", pace_s=0.05)
@@ -242,7 +243,7 @@ def test_what_never_gets_ready_is_taken_away_again(second):
     assert done.returncode == 1
     # Which of them depends on how soon the control plane was there.
     why = r"(pool both: 0 of 1 workers registered|the control plane does not answer)"
-    assert re.search(f"not ready after 8 s: {why}", done.stderr), done.stderr
+    assert re.search(f"not ready after 20 s: {why}", done.stderr), done.stderr
     wait_until(
         lambda: not processes_of(second.nodes.address, "ray::ServeReplica:pdserve:"),
         FAIL_S, "a process of it is left", pace_s=0.2,
