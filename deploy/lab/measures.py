@@ -7,6 +7,7 @@ tpot      (t_n - t_1) / (n - 1) of a request with more than one token
 itl       t_i - t_(i-1), all gaps of all requests in one pool
 waiting   in the cluster's queues until the request was first computed, as its timeline tells
 e2e       t_n - a
+offered   requests a second that were due, until the last one was; achieved: that ended well
 good      a request that ended well, with ttft and tpot within the objective; of all that were sent
 slot use  slots of decoding workers that are taken, by time, as the control plane reports them
 
@@ -106,6 +107,9 @@ def measure(play: Play, limits: Mapping[str, Limit], workload: Workload) -> Meas
     total["seconds"] = play.seconds
     total["tokens_per_s"] = sum(len(record.arrivals) for record in records) / play.seconds
     total["good_per_s"] = total["good"] / play.seconds
+    total["achieved_per_s"] = (total["sent"] - total["failed"]) / play.seconds
+    if (due_for_s := max((r.due_s for r in records), default=0.0)) > 0:
+        total["offered_per_s"] = total["sent"] / due_for_s
     total["send_lag_max_s"] = max((r.sent_s - r.due_s for r in records), default=0.0)
     total |= slot_use(play.samples, until_s=play.seconds)
     if workload.watched:

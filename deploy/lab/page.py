@@ -52,6 +52,7 @@ def as_html(found: Results, pictures: Mapping[str, str]) -> str:
         f"<ul>{configurations}</ul>\n"
         + "\n".join(pictures.values())
         + "\n".join(tables)
+        + "".join(f"<p>{escape(note)}</p>" for note in results.notes(found))
         + "\n</body></html>\n"
     )
 

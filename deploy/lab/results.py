@@ -71,6 +71,8 @@ _GROUP_HEAD = ("configuration", "requests", "sent", "failed", "TTFT p50", "waiti
                "E2E p50", "good")  # fmt: skip
 _GROUP_COLUMNS = ("ttft_p50_s", "waiting_p50_s", "waiting_max_s", "e2e_p50_s")
 _BESIDE_HEAD = ("configuration", "undisturbed p50", "beside p50", "p99", "max", "p99 / undisturbed")
+_FEW = 100
+"""Of fewer requests one in a hundred is none."""
 _BESIDE_COLUMNS = ("undisturbed_p50_s", "beside_p50_s", "beside_p99_s", "beside_max_s")
 
 
@@ -97,8 +99,28 @@ def as_text(results: Results) -> str:
         f"good: TTFT within {objective.ttft_factor:g} and TPOT within {objective.tpot_factor:g} "
         f"times what an idle cluster took ({limits})"
     )
+    parts.append("\n".join(notes(results)))
     parts += [f"{each.name}: {each.failure}" for each in results.outcomes if each.failure]
     return "\n\n".join(parts) + "\n"
+
+
+def notes(results: Results) -> list[str]:
+    """Return what the tables have to be read with: the rates, and how much a p99 says."""
+    told = []
+    for outcome in results.outcomes:
+        if total := outcome.median.total:
+            offered = f"{total['offered_per_s']:.2f}/s" if "offered_per_s" in total else "at once"
+            told.append(
+                f"{outcome.name}: offered {offered}, achieved {total['achieved_per_s']:.2f}/s, "
+                f"sent {milliseconds(total['send_lag_max_s'])} late at most"
+            )
+    num_sent = min((o.median.total["sent"] for o in results.outcomes if o.median.total), default=0)
+    if 0 < num_sent < _FEW:
+        told.append(
+            f"a p99 of {num_sent:.0f} requests is close to their maximum: of TTFT, TPOT and "
+            "waiting read the medians; gaps are many more"
+        )
+    return told
 
 
 def total_rows(results: Results) -> list[tuple[str, ...]]:

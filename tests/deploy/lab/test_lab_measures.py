@@ -237,6 +237,19 @@ def test_a_workload_that_was_scaled_says_so_everywhere():
     assert scales == [0.25, 1.0]
 
 
+def test_rates_lag_and_what_a_p99_of_few_says_stand_beside_the_tables():
+    """PERF_FACTS section 1, (e) and (g)."""
+    for text in (results.as_text(FOUND), page.as_html(FOUND, {})):
+        # Four, the last one due after 2 s; three ended well in 90 s.
+        assert "fast: offered 2.00/s, achieved 0.03/s, sent 0.0 ms late at most" in text
+        assert "a p99 of 4 requests is close to their maximum" in text
+    at_once = measure(play(record(), record(due_s=0.0, sent_s=0.004)), {}, WORKLOAD).total
+    assert "offered_per_s" not in at_once
+    assert at_once["send_lag_max_s"] == 0.004
+    found = Outcome(configuration=FOUND.outcomes[0].configuration, runs=(Measured(total=at_once),))
+    assert results.notes(found_of(found))[0].startswith("fast: offered at once, achieved 0.20/s")
+
+
 def test_the_page_is_one_file_that_loads_and_runs_nothing():
     pictures = page.pictures_of(FOUND)
     text = page.as_html(FOUND, pictures)
