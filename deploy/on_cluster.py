@@ -91,7 +91,7 @@ def deploy(
         had_app = _has_app()
         if not had_app:
             check_ports(config)
-        drain_s = max(config.limits.drain_s, _deployed_drain_s() if had_app else 0.0)
+        drain_s = max(config.limits.drain_s, _deployed_drain_s()) if had_app else 0.0
         host = RayHost(config, model_path=config.model.path, state=state, is_joined=True)
         _say("deploying ...")
         try:

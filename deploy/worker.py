@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 45.0
 """For the control plane to accept a worker, which may start before it."""
 _ENGINE_STOP_S = 5.0
 

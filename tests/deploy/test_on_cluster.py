@@ -134,6 +134,16 @@ def test_predecessors_may_drain_as_long_as_they_may(deploy, monkeypatch, drain_s
     assert stuck_s - 1.0 < at < stuck_s + 30.0
 
 
+def test_a_first_deployment_waits_for_no_predecessors(deploy, monkeypatch):
+    """Point 9: whatever there is time to drain, nobody drains: a standstill is told within 60 s."""
+    deploy.drain_s = 90.0
+    monkeypatch.setattr(on_cluster, "missing", lambda config: "")
+    monkeypatch.setattr(FakeHost, "unfinished", lambda self: "decode: 1 replica is starting")
+    message, at = deploy()
+    assert message.startswith("not ready, and nothing has moved for 20 s: decode")
+    assert at < 60.0
+
+
 def taken(config):
     raise StartupError("port 8000 is taken")
 

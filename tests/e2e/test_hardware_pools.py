@@ -108,6 +108,15 @@ def test_each_worker_is_on_the_hardware_of_its_pool(deployed):
         assert at[psutil.Process(worker.pid).ppid()] == worker.pool, worker.worker_id
 
 
+def test_control_plane_and_routers_are_on_the_head(deployed):
+    """Point 5: on the node that has none of the pools' hardware, as clients and workers expect."""
+    for name in ("control", "router"):
+        replicas = processes_of(deployed.nodes.address, f"ray::ServeReplica:pdserve:{name}")
+        assert replicas, name
+        for replica in replicas:
+            assert replica.ppid() not in deployed.nodes.raylet_pids, name
+
+
 def test_all_pools_serve_real_tokens(deployed, tiny_llama):
     """P-13 over two prefill and two decode pools: equal to transformers whichever pair it was."""
     asked, answers, seen = [], [], set()

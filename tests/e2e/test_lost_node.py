@@ -64,7 +64,7 @@ def alive(cluster, role: Role):
 
 
 def lose_node_of(pid: int) -> None:
-    """Kill a worker's node as a power cut does: its raylet and all that it has started."""
+    """Kill a worker's node, its raylet and all that it has started: its peers see it at once."""
     raylet = psutil.Process(pid).parent()
     assert raylet.name() == "raylet"
     processes = [raylet, *raylet.children(recursive=True)]
