@@ -91,7 +91,10 @@ class Channel(ABC):
         self._operate(data_B, timeout_s, is_send=True)
 
     def recv(self, into_B: Tensor, timeout_s: float) -> None:
-        """Receive one message of exactly this length. Raises TransportError."""
+        """Receive one message of exactly this length. Raises TransportError.
+
+        A longer one may overwrite what lies behind ``into_B`` in the same buffer.
+        """
         self._operate(into_B, timeout_s, is_send=False)
 
     def close(self) -> None:

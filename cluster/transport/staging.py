@@ -132,7 +132,7 @@ class StagedChannel:
                 scatter(start, num_blocks, self._staging_B[:num_bytes])
             except ChannelClosed:
                 # The link is lost, and the pieces left are still on their way: whoever received
-                # next would get them, and a longer one than its own ends the process on gloo.
+                # next would get them.
                 self.channel.close()
                 raise
             except Exception as error:

@@ -173,8 +173,17 @@ class _TorchDistChannel(Channel):
     def _recv(self, into_B: Tensor, timeout_s: float) -> None:
         if self._can_send:
             raise TransportError("the sending end cannot receive", stage="transfer")
-        group = self._live_group()
-        self._wait(lambda: group.recv([into_B], self._peer, 0), timeout_s)
+        group, room_B = self._live_group(), self._room(into_B)
+        self._wait(lambda: group.recv([room_B], self._peer, 0), timeout_s)
+
+    def _room(self, into_B: Tensor) -> Tensor:
+        """Return it with what lies behind it in its buffer.
+
+        Gloo ends the process where a message is longer than what was asked for, but takes one that
+        is shorter: so whoever received finds out that it was another one.
+        """
+        num_bytes = into_B.untyped_storage().nbytes() - into_B.storage_offset()
+        return into_B.as_strided((num_bytes,), (1,))
 
     def _live_group(self) -> Group:
         assert self._group is not None, "released while in use"
@@ -200,6 +209,9 @@ class _NcclChannel(_TorchDistChannel):
         super().__init__(group, store, rank)
         self._cuda: Any = torch.cuda  # its stubs miss types
         self._stream = self._cuda.Stream(device)
+
+    def _room(self, into_B: Tensor) -> Tensor:
+        return into_B  # both ends of NCCL's have to say the same length
 
     def _wait(self, start: Callable[[], dist.Work], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s

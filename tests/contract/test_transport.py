@@ -57,6 +57,18 @@ def test_every_byte_arrives(pair: Pair, num_bytes: int):
     assert torch.equal(sent_B, into_B)
 
 
+def test_a_message_that_is_longer_than_asked_for_ends_no_process():
+    """Gloo would end it; whoever received looks for the trailer where it should be."""
+    with running(gloo()) as pair:
+        sender, receiver = pair.open()
+        sent_B, buffer_B = make_bytes(70_000), torch.zeros(100_000, dtype=torch.uint8)
+        receiving = pair.start(receiver.recv, buffer_B[100:4196], LONG_S)
+        sender.send(sent_B, LONG_S)
+        receiving.result(LONG_S)
+        assert torch.equal(buffer_B[100:70_100], sent_B)
+        assert not buffer_B[:100].any()
+
+
 def test_bf16_bits_arrive_as_they_are(pair: Pair):
     sender, receiver = pair.open()
     kv_ND = torch.randn(64, 32).to(torch.bfloat16)

@@ -342,8 +342,12 @@ async def test_ends_and_refusals_over_the_wire(model, tmp_path):
         await pair.clients["d-0"].abort_leg(decode.key, AbortCause.CANCELLED)
         end = await asyncio.wait_for(pair.router.end_of("d-0", decode.key), 10)
         assert end.error.code == "cancelled"
+        # Its blocks may be told of before its end is.
         reports = await pair.reports(
-            lambda reports: all(report.blocks.available == 256 for report in reports.values())
+            lambda reports: (
+                all(report.blocks.available == 256 for report in reports.values())
+                and reports["d-0"].counters["legs_aborted"]
+            )
         )
         assert reports["d-0"].counters["legs_aborted"] == 1
         assert reports["p-0"].counters["legs_rejected"] == 2
