@@ -230,6 +230,11 @@ def _interference_on(base: Base) -> tuple[Configuration, ...]:
     )
 
 
+def _open_loop(draw: random.Random, ask: Ask, *, count: int, apart_s: float) -> Traffic:
+    instants = poisson(draw, rate_per_s=1 / apart_s, count=count)
+    return Traffic(arrivals=tuple(Arrival(at_s=at_s, ask=ask) for at_s in instants))
+
+
 # ---- window: what collecting a batch costs when nobody else comes
 
 _WINDOW_MS = 20.0
@@ -240,8 +245,7 @@ def _window(scale: float) -> Comparison:
 
     def traffic(draw: random.Random) -> Traffic:
         ask = Ask(kind="lone", num_prompt_tokens=32, max_tokens=8)
-        instants = poisson(draw, rate_per_s=1 / apart_s, count=count)
-        return Traffic(arrivals=tuple(Arrival(at_s=at_s, ask=ask) for at_s in instants))
+        return _open_loop(draw, ask, count=count, apart_s=apart_s)
 
     workload = Workload(
         name="window",
@@ -278,8 +282,7 @@ def _bandwidth(scale: float) -> Comparison:
 
     def traffic(draw: random.Random) -> Traffic:
         ask = Ask(kind="mid", num_prompt_tokens=512, max_tokens=32)
-        instants = poisson(draw, rate_per_s=1 / apart_s, count=count)
-        return Traffic(arrivals=tuple(Arrival(at_s=at_s, ask=ask) for at_s in instants))
+        return _open_loop(draw, ask, count=count, apart_s=apart_s)
 
     workload = Workload(
         name="bandwidth",

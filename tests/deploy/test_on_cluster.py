@@ -39,17 +39,21 @@ class FakeHost:
         return ""
 
 
-@pytest.fixture
-def deploy(tmp_path, monkeypatch):
-    """Deploy the pair; ``works`` are what its processes have done at each look, one a second."""
-    now = [0.0]
-
+def fake_time(now: list[float]) -> type:
     class FakeTime:
         monotonic = staticmethod(lambda: now[0])
 
         @staticmethod
         def sleep(seconds):
             now[0] += seconds
+
+    return FakeTime
+
+
+@pytest.fixture
+def deploy(tmp_path, monkeypatch):
+    """Deploy the pair; ``works`` are what its processes have done at each look, one a second."""
+    now = [0.0]
 
     class FakeLoading:
         def works(self, at):
@@ -67,7 +71,7 @@ def deploy(tmp_path, monkeypatch):
     deploy.given_up = []
     deploy.drain_s = 0.0
     for name, fake in {
-        "time": FakeTime,
+        "time": fake_time(now),
         "ClusterLoading": FakeLoading,
         "RayHost": FakeHost,
         "_joined": lambda address: contextlib.nullcontext(),
@@ -167,14 +171,7 @@ def wait_for_nodes(monkeypatch):
     """Wait for room for one worker that takes a CPU; ``used`` is what others use at each look."""
     now = [0.0]
 
-    class FakeTime:
-        monotonic = staticmethod(lambda: now[0])
-
-        @staticmethod
-        def sleep(seconds):
-            now[0] += seconds
-
-    monkeypatch.setattr(on_cluster, "time", FakeTime)
+    monkeypatch.setattr(on_cluster, "time", fake_time(now))
     pools = [{"name": "m", "role": "mixed", "cpus_per_worker": 1}]
 
     def wait(used, wait_s=0.0, num_cpus=1.0):

@@ -110,8 +110,8 @@ async def test_nothing_is_taken_before_the_other_end_has_spoken(silent):
     assert stream.send(pb.RouterFact()) is False
 
 
-async def test_a_done_during_a_failing_dial_is_sent_when_welcomed(silent):
-    client = RouteClient(
+def make_client(silent) -> RouteClient:
+    return RouteClient(
         silent.address,
         router_id="a",
         incarnation="a-1",
@@ -119,6 +119,10 @@ async def test_a_done_during_a_failing_dial_is_sent_when_welcomed(silent):
         events=Router(silent.address, "unused"),
         timing=RouteTiming(backoff=Backoff(first_s=0.01, last_s=0.02)),
     )
+
+
+async def test_a_done_during_a_failing_dial_is_sent_when_welcomed(silent):
+    client = make_client(silent)
     client._held.add("g")
     silent.may_refuse.clear()
     await client.start()
@@ -136,14 +140,7 @@ async def test_a_done_during_a_failing_dial_is_sent_when_welcomed(silent):
 
 async def test_only_what_a_stream_has_had_is_sent_again(silent):
     """What none has had may still be refused: it was not let into any queue."""
-    client = RouteClient(
-        silent.address,
-        router_id="a",
-        incarnation="a-1",
-        clock=SystemClock(),
-        events=Router(silent.address, "unused"),
-        timing=RouteTiming(backoff=Backoff(first_s=0.01, last_s=0.02)),
-    )
+    client = make_client(silent)
     await client.start()
     want = asyncio.create_task(client.want(make_want("r")))
     await until(lambda: silent.num_dials > 0)
