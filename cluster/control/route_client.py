@@ -36,6 +36,9 @@ WantKey = tuple[str, int]
 """(request_id, attempt)."""
 
 _MAX_UNSENT_DONES = 4096
+_LOOK_S = 0.25
+_GAP_S = 1.0
+"""After a longer gap between two looks it was this router that had been stopped."""
 
 
 class RouteEvents(Protocol):
@@ -115,6 +118,8 @@ class RouteClient:
         self._away_since = clock.now()
         self._view: ClusterView | None = None
         self._view_at = 0.0
+        self._looked_at = clock.now()
+        self._looking: asyncio.Task[None] | None = None
 
     # ---- for the router
 
@@ -139,8 +144,13 @@ class RouteClient:
         return self._view is None and not self._is_unreachable()
 
     def view_age_s(self, now: float) -> float:
-        """Seconds since the last snapshot came; infinite before the first."""
-        return now - self._view_at if self._view is not None else float("inf")
+        """Seconds since the last snapshot came; infinite before the first.
+
+        Without those in which this router was stopped, and could hear nothing.
+        """
+        if self._view is None:
+            return float("inf")
+        return now - self._stopped_s(now) - self._view_at
 
     def set_tap(self, tap: connection.Tap | None) -> None:
         """Let faults be injected between this client and its stream; None: none, as at first."""
@@ -148,11 +158,14 @@ class RouteClient:
 
     async def start(self) -> None:
         """Start dialling; wants may be made at once."""
-        self._away_since = self._clock.now()
+        self._away_since = self._looked_at = self._clock.now()
         self._stream.start()
+        self._looking = asyncio.create_task(self._look())
 
     async def stop(self) -> None:
         """Hang up; who still waits gets Cancelled."""
+        if self._looking is not None:
+            self._looking.cancel()
         self._fail_waiting(lambda: Cancelled("the router is stopping", stage="placement"))
         await self._stream.stop()
         self._fail_cancels()
@@ -259,6 +272,20 @@ class RouteClient:
 
     # ---- inside
 
+    async def _look(self) -> None:
+        while True:
+            now = self._clock.now()
+            stopped_s = self._stopped_s(now)
+            self._view_at += stopped_s
+            self._away_since += stopped_s
+            self._looked_at = now
+            await asyncio.sleep(_LOOK_S)
+
+    def _stopped_s(self, now: float) -> float:
+        """Return how long this router had been stopped since its last look."""
+        gap_s = now - self._looked_at
+        return gap_s if gap_s > _GAP_S else 0.0
+
     def _welcomed(self, term: int) -> None:
         """Give back what was done meanwhile, and want again what still waits."""
         if term < self._term:
@@ -274,7 +301,7 @@ class RouteClient:
     def _viewed(self, view: ClusterView) -> None:
         """Keep the snapshot. One comes each second: time to look whose answer is overdue."""
         now = self._clock.now()
-        self._view, self._view_at = view, now
+        self._view, self._view_at = view, now - self._stopped_s(now)
         for waiting in self._waiting.values():
             if now - waiting.sent >= self._timing.resend_after_s:
                 self._send_want(waiting)
@@ -363,7 +390,8 @@ class RouteClient:
                 entry.answer.set_exception(make_error())
 
     def _is_unreachable(self) -> bool:
-        away_s = self._clock.now() - self._away_since
+        now = self._clock.now()
+        away_s = now - self._stopped_s(now) - self._away_since
         return not self._is_connected and away_s > self._timing.unreachable_after_s
 
     def _unreachable(self) -> NoWorker:

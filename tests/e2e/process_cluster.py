@@ -16,6 +16,7 @@ import multiprocessing.connection
 import os
 import signal
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import grpc
@@ -33,6 +34,7 @@ from tests.e2e.plain_cluster import (
     Metrics,
     free_ports,
     is_view_quiet,
+    num_in_flight,
     parse_metrics,
     view_of,
     wait_until,
@@ -327,7 +329,11 @@ class ProcessCluster:
         )
         for name in self.routers:
             if name in self.processes:
-                assert self.metrics(name).total("pdserve_requests_in_flight") == 0
+                wait_until(
+                    lambda name=name: not num_in_flight(self.metrics(name)),
+                    1,
+                    f"{name} counts it still",
+                )
 
     # ---- inside
 
@@ -378,8 +384,11 @@ def process_cluster(
 
 
 @contextlib.contextmanager
-def supervised(cluster: ProcessCluster) -> Iterator[None]:
-    """Start anew whatever dies, as a host would, for the time of a ``with``."""
+def supervised(cluster: ProcessCluster, after_s: float = 0.0) -> Iterator[None]:
+    """Start anew whatever dies, as a host would, for the time of a ``with``.
+
+    ``after_s``: it is away for so long at least, and others notice.
+    """
     reader, writer = multiprocessing.Pipe(duplex=False)
 
     def supervise() -> None:
@@ -389,6 +398,7 @@ def supervised(cluster: ProcessCluster) -> Iterator[None]:
                 if ready is reader:
                     return
                 cluster.processes.pop(names[ready]).join(10)
+                time.sleep(after_s)
                 cluster.start_one(names[ready])
 
     thread = threading.Thread(target=supervise, name="supervisor", daemon=True)

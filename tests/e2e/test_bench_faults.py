@@ -48,7 +48,7 @@ def test_with_a_spare_of_each_nobody_notices(tiny_llama, tmp_path):
 
 def test_without_a_spare_what_fails_has_a_reason(tiny_llama, tmp_path):
     """CASES P-19, P-20: with one of each, only what nobody could serve fails, and says so."""
-    with cluster_of(1, tiny_llama, tmp_path) as cluster, supervised(cluster):
+    with cluster_of(1, tiny_llama, tmp_path) as cluster, supervised(cluster, after_s=3.0):
         rows = play(cluster, fault_table.SINGLE, tmp_path)
     check(rows)
     assert sum("could be served" in row.what for row in rows) == 2

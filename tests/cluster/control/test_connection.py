@@ -13,7 +13,7 @@ from cluster.control.route_client import RouteClient, RouteTiming
 from cluster.wire import control_pb2 as pb
 from cluster.wire import control_pb2_grpc as pb_grpc
 from tests.cluster.control.conftest import BACKOFF, Router, until
-from tests.cluster.control.factory import make_want
+from tests.cluster.control.factory import FakeClock, make_want
 
 
 class Owner:
@@ -110,12 +110,12 @@ async def test_nothing_is_taken_before_the_other_end_has_spoken(silent):
     assert stream.send(pb.RouterFact()) is False
 
 
-def make_client(silent) -> RouteClient:
+def make_client(silent, clock=None) -> RouteClient:
     return RouteClient(
         silent.address,
         router_id="a",
         incarnation="a-1",
-        clock=SystemClock(),
+        clock=clock or SystemClock(),
         events=Router(silent.address, "unused"),
         timing=RouteTiming(backoff=Backoff(first_s=0.01, last_s=0.02)),
     )
@@ -148,4 +148,35 @@ async def test_only_what_a_stream_has_had_is_sent_again(silent):
     await until(lambda: len(silent.wants()) >= 3)
     assert [want.is_resent for want in silent.wants()[:3]] == [False, True, True]
     want.cancel()
+    await client.stop()
+
+
+async def test_a_router_that_was_stopped_finds_no_view_old_that_it_could_not_hear(
+    silent, monkeypatch
+):
+    """CASES P-26: it does not say "not ready" when it wakes; of silence while it runs it does."""
+    monkeypatch.setattr("cluster.control.route_client._LOOK_S", 0.0)
+    clock = FakeClock()
+    client = make_client(silent, clock)
+    assert client.view_age_s(clock.now()) == float("inf")
+    await client.start()
+    client.on_message(pb.RouteDecision(view=pb.ClusterView()))
+
+    async def look_after(seconds):
+        clock.instant += seconds
+        await asyncio.sleep(0.01)
+
+    await look_after(0.5)
+    clock.instant += 60.0
+    assert client.view_age_s(clock.now()) == pytest.approx(0.5), "before it looks"
+    await look_after(0.0)
+    assert client.view_age_s(clock.now()) == pytest.approx(0.5), "and after"
+    for _ in range(14):
+        await look_after(0.5)
+    assert client.view_age_s(clock.now()) == pytest.approx(7.5)
+    clock.instant += 60.0
+    client.on_message(pb.RouteDecision(view=pb.ClusterView()))
+    await look_after(0.0)
+    await look_after(0.5)
+    assert client.view_age_s(clock.now()) == pytest.approx(0.5)
     await client.stop()
