@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from cluster.errors import PdserveError
 from deploy.client import Client
 from tests.e2e.reference import NEAR_TIE, Reference, greedy
+from tests.e2e.stalls import Stalls
 
 if TYPE_CHECKING:
     from cluster.wire import public_v1_pb2 as pb
@@ -18,7 +19,7 @@ ANSWER_S = 20.0
 """No request may take longer; its deadline is shorter."""
 DEADLINE_S = 15.0
 LATE_S, MIN_SHARE = 1.0, 0.95
-"""Of a steady load: so much was sent, and no later than that."""
+"""Of a steady load: so much was sent, and no later than that and than this machine stood still."""
 
 
 class Stream(threading.Thread):
@@ -150,7 +151,8 @@ class SteadyLoad:
     """So many requests a second, each a stream, for the time of a ``with``; none waits for another.
 
     ``prompts`` come in turn, as long as it lasts. The times at which they are due are fixed
-    beforehand: where this process has no time for one, it is sent late, and not left out.
+    beforehand: where this process has no time for one, it is sent late, and not left out, nor are
+    those that were due before its end.
     """
 
     def __init__(self, address: str, prompts: Prompts, *, per_s: float = 10.0) -> None:
@@ -158,17 +160,20 @@ class SteadyLoad:
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="steady-load", daemon=True)
         self._began = self._ended = 0.0
+        self._stalls = Stalls()
         self.streams: list[tuple[int, Stream]] = []
 
     def __enter__(self) -> SteadyLoad:
+        self._stalls.start()
         self._began = time.monotonic()
         self._thread.start()
         return self
 
     def __exit__(self, *_) -> None:
+        self._ended = time.monotonic()
         self._is_over.set()
         self._thread.join(10)
-        self._ended = time.monotonic()
+        self._stalls.stop()
 
     @property
     def rate(self) -> float:
@@ -177,9 +182,10 @@ class SteadyLoad:
 
     @property
     def num_late(self) -> int:
-        """How many were sent more than ``LATE_S`` after they were due."""
+        """How many were sent too late after they were due."""
+        late_s = LATE_S + self._stalls.longest_s
         return sum(
-            stream.started_at - (self._began + order * self._gap_s) > LATE_S
+            stream.started_at - (self._began + order * self._gap_s) > late_s
             for order, (_, stream) in enumerate(self.streams)
         )
 
@@ -202,6 +208,6 @@ class SteadyLoad:
         prompts = itertools.cycle(range(len(self._prompts.prompts)))
         for order, number in enumerate(prompts):
             due = self._began + order * self._gap_s
-            if self._is_over.wait(max(0.0, due - time.monotonic())):
+            if self._is_over.wait(max(0.0, due - time.monotonic())) and due > self._ended:
                 return
             self.streams.append((number, self._prompts.stream(self._address, number)))
