@@ -49,18 +49,19 @@ test: .venv/.installed-dev
 	$(BIN)/pytest tests/e2e tests/integration
 
 # One marker after the other, so that no two of them want the cores, the memory or the default
-# ports at once. pytest says 5 where a marker has no test here, which is no failure. These tests start
-# whole clusters and hold them to seconds of real time, which a shared machine may take away: what
-# failed is played once more, alone, and fails if it fails again. Both runs are printed.
+# ports at once. pytest says 5 where a marker has no test here, which is no failure.
 test-marked: $(MARKERS:%=test-%)
 
-$(MARKERS:%=test-%): test-%: .venv/.installed-dev
+$(filter-out test-slow,$(MARKERS:%=test-%)): test-%: .venv/.installed-dev
 	@echo '--- pytest -m $*'
-	@$(BIN)/pytest -m '$*' --durations=10; code=$$?; \
-	case $$code in 0|5) ;; \
-	1) echo '--- pytest -m $*: what failed, once more'; \
-		$(BIN)/pytest -m '$*' --maxfail=1 --last-failed --last-failed-no-failures=none ;; \
-	*) exit $$code ;; esac
+	@$(BIN)/pytest -m '$*' --durations=10 || test $$? -eq 5
+
+# These hold whole clusters to seconds of real time, which a shared machine may take away for a while:
+# what failed is played once more, alone, and both runs are printed. Faults are never played again.
+test-slow: .venv/.installed-dev
+	@echo '--- pytest -m slow'
+	@$(BIN)/pytest -m slow --durations=10 || { test $$? -eq 1 && echo '--- what failed, once more' && \
+		$(BIN)/pytest -m slow --maxfail=1 --last-failed --last-failed-no-failures=none; }
 
 check: lint types imports stubs
 
