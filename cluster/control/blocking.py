@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from cluster.control.placement import Placement
     from cluster.control.unplaced import Bounds
     from cluster.control.waiting import Waiting, WaitingQueue
-    from cluster.policy.queue import Head
+    from cluster.policy.lines import Head
 
 _NEVER = float("inf")
 

@@ -19,7 +19,7 @@ from cluster.control.facts import Want
 from cluster.control.ledger import NOTHING_COUNTED, Counted
 from cluster.control.needs import Kind, Needs
 from cluster.policy.order import Ahead, Ordering, Ticket
-from cluster.policy.queue import PolicyQueue, Sieve, Walk
+from cluster.policy.queue import PolicyQueue
 from cluster.policy.tiers import Tiers
 from cluster.policy.work import OutputEstimates
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from cluster.config import SchedulingConfig
     from cluster.control.ledger import GrantRecord, WantKey
     from cluster.control.needs import NeedsRule
+    from cluster.policy.walk import Sieve, Walk
 
 
 K = TypeVar("K", bound="Hashable")

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 from cluster.config import Policy
 from cluster.engine.sequence import Sequence, SequenceState
 from cluster.policy.order import Ahead, Ordering, Ticket
-from cluster.policy.queue import PolicyQueue, Walk
+from cluster.policy.queue import PolicyQueue
 from cluster.policy.work import OutputEstimates
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable
 
+    from cluster.policy.walk import Walk
     from cluster.request import FinishReason
 
 

@@ -12,11 +12,6 @@ wait until the others have been served as much.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
 _MAX_TENANTS = 65_536
 
 
@@ -29,19 +24,18 @@ class TenantCounters:
         """What is expected, and is in the counters."""
         self._num_waiting: dict[str, int] = {}
         self._last_left = ""
+        self.moved: set[str] = set()
+        """Those that wait and whose counters have changed; emptied by whoever sorts them."""
 
     def counter(self, tenant: str) -> float:
         """Tokens that the tenant was served, and what it was lifted by."""
         return self._counters.get(tenant, 0.0)
 
-    def counters(self, tenants: Iterable[str]) -> list[tuple[float, str]]:
-        """Return (counter, tenant) of each."""
-        known = self._counters
-        return [(known.get(tenant, 0.0), tenant) for tenant in tenants]
-
     def charge(self, tenant: str, num_tokens: float) -> None:
         """Count tokens as served; a negative number takes back what was charged too much."""
         self._counters[tenant] = self.counter(tenant) + num_tokens
+        if tenant in self._num_waiting:
+            self.moved.add(tenant)
 
     def expect(self, tenant: str, num_tokens: float) -> None:
         """Count tokens that the tenant is expected to be served, until they are settled."""

@@ -8,8 +8,10 @@
 request ages when it has waited ``aging_s``: the turn of its tier comes then before those of all
 others, the oldest one's first. So nobody who is younger by more than that overtakes it; where
 tenants have fair shares nobody of its tenant and tier: others of its tier go in their turns, and
-its tenant's other tiers in theirs. Whoever takes such a turn goes after those who aged in higher
-tiers and are older than itself.
+its tenant's other tiers in theirs. It could not hold across tiers beside fair shares of each: where
+one asks ever more of a low tier and another of a high one, the order in which each of them asks
+fixes what it gets of both. Whoever takes such a turn goes after those who aged in higher tiers and
+are older than itself.
 """
 
 from __future__ import annotations

@@ -91,6 +91,14 @@ def test_the_tenant_that_was_served_least_is_next():
     assert seen == ["r0", "r3", "r1", "r4", "r2"]
 
 
+def test_who_is_given_back_what_was_counted_has_its_turn_again():
+    queue = fill(make_queue(is_fair=True), {"tenant": "a"}, {"tenant": "b"})
+    queue.tenants(0).charge("a", 5.0)
+    assert queue.in_order(1.0) == ["r1", "r0"]
+    queue.tenants(0).charge("a", -6.0)
+    assert queue.in_order(1.0) == ["r0", "r1"]
+
+
 def test_who_was_away_has_saved_no_credit():
     queue = make_queue(is_fair=True)
     fill(queue, {"tenant": "a"})
@@ -231,22 +239,55 @@ def test_any_coming_and_going_keeps_the_order(policy, given_tickets, data):
                 check_pair(policy, waiting[earlier], waiting[later], now)
 
 
-@given(st.lists(tickets, max_size=30), st.dictionaries(st.sampled_from("ab"), st.floats(0.0, 99.0)))
+counters = st.dictionaries(st.sampled_from("ab"), st.floats(0.0, 99.0))
+
+
+def charge(queue, given_counters):
+    for tenant, counter in given_counters.items():
+        for tier in range(3):
+            queue.tenants(tier).charge(tenant, counter * (tier + 1) % 50)
+
+
+@given(st.lists(tickets, max_size=30), counters)
 @settings(max_examples=100, deadline=None)
 def test_nobody_of_a_lower_tier_who_is_younger_goes_before_one_who_has_aged(
-    given_tickets, counters
+    given_tickets, given_counters
 ):
     """P-16: whatever the shares are; and nobody goes twice, or not at all."""
     queue = fill(make_queue(Policy.PRIORITY, is_fair=True), *given_tickets)
-    for tenant, counter in counters.items():
-        for tier in range(3):
-            queue.tenants(tier).charge(tenant, counter * (tier + 1) % 50)
+    charge(queue, given_counters)
     seen = queue.in_order(20.0)
     assert sorted(seen) == sorted(f"r{order}" for order in range(len(given_tickets)))
     for place, later in enumerate(map(queue.ticket, seen)):
         if later.arrived + AGING_S <= 20.0 and later.ahead is Ahead.NO:
             lower = [t for t in map(queue.ticket, seen[:place]) if t.tier < later.tier]
             assert all(t.arrived <= later.arrived for t in lower if t.ahead is Ahead.NO)
+
+
+@given(st.sampled_from(Policy), st.booleans(), st.lists(tickets, max_size=30), st.data())
+@settings(max_examples=100, deadline=None)
+def test_what_has_come_gone_and_aged_before_leaves_no_trace(policy, is_fair, given_tickets, data):
+    """What is kept sorted from walk to walk is what a queue that is filled now would have."""
+    queue, left, now = make_queue(policy, is_fair=is_fair), {}, 0.0
+    for order, fields in enumerate(given_tickets):
+        left[order] = Ticket(order=order, **fields)
+        queue.add(order, order, left[order])
+        for gone in data.draw(st.lists(st.sampled_from(sorted(left)), max_size=2, unique=True)):
+            queue.remove(gone)
+            del left[gone]
+        now += data.draw(st.sampled_from([0.0, 0.0, 1.0]))
+        for tier in range(3):
+            tenant, num_tokens = data.draw(st.sampled_from("ab")), data.draw(st.integers(-9, 9))
+            queue.tenants(tier).charge(tenant, num_tokens)
+        queue.in_order(now)
+    new = make_queue(policy, is_fair=is_fair)
+    for order, ticket in left.items():
+        new.add(order, order, ticket)
+    for tier in range(3):
+        for tenant in "ab":
+            behind = queue.tenants(tier).counter(tenant) - new.tenants(tier).counter(tenant)
+            new.tenants(tier).charge(tenant, behind)
+    assert queue.in_order(now) == new.in_order(now)
 
 
 def check_pair(policy, first, second, now):
