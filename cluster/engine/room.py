@@ -82,9 +82,16 @@ class Room:
         return True
 
     def lack(self, sequence: Sequence, num_spare: int) -> Demand:
-        """Return what it lacks to start, with so many to be left free."""
-        num_blocks = max(0, self.short_to_start(sequence)) + num_spare - self.pool.num_free
-        return Demand(num_blocks=num_blocks, tier=sequence.tier)
+        """Return what it lacks to start, with so many to be left free.
+
+        The blocks of others that it would share it need not be given; what is cached of its prefix
+        it takes from what is free.
+        """
+        with self.pool.lock:
+            num_blocks = max(0, self.short_to_start(sequence)) + num_spare - self.pool.num_free
+            is_short = num_blocks > 0 and not sequence.block_ids
+            shares = self.pool.held_of(self.prefix.match(sequence)) if is_short else frozenset()
+        return Demand(num_blocks=num_blocks - len(shares), tier=sequence.tier, shares=shares)
 
     def promised(self, sequence: Sequence, now: float) -> int:
         """Return how many it must leave free for an import of a higher tier, unless it has aged."""

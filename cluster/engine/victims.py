@@ -106,7 +106,7 @@ class Victims:
         if not self.takes_from_below:
             return []
         tier, num_blocks = demand.tier, demand.num_blocks
-        needed = replace(demand, num_blocks=self.pool.num_free + num_blocks)
+        needed = replace(demand, num_blocks=self.pool.num_free + num_blocks, shares=frozenset())
         if 0 < num_blocks <= self.outsiders.num_coming:
             self.outsiders.choose((), needed)
             return []
@@ -127,7 +127,7 @@ class Victims:
             lower.insert(0, first)
         elif num_blocks <= 0:
             return []
-        chosen = _enough(self.pool, lower, num_blocks)
+        chosen = _enough(self.pool, lower, num_blocks, demand.shares)
         outside = [other for other in chosen if isinstance(other, Outsider)]
         if outside:
             self.outsiders.choose(outside, needed)
@@ -179,14 +179,19 @@ class Victims:
         ]
 
 
-def _enough(pool: BlockPool, givers: list[_Giving], num_blocks: int) -> list[_Giving]:
-    """Return the first of these, as many as are needed; nobody where all would not be enough."""
+def _enough(
+    pool: BlockPool, givers: list[_Giving], num_blocks: int, but: Collection[int] = ()
+) -> list[_Giving]:
+    """Return the first of these, as many as are needed; nobody where all would not be enough.
+
+    Blocks in ``but`` are of no use to whoever needs them.
+    """
     holders = [g.holder if isinstance(g, Outsider) else g.key for g in givers]
     importing = [g.num_importing if isinstance(g, Outsider) else 0 for g in givers]
     if sum(importing) + sum(len(pool.blocks_of(holder)) for holder in holders) < num_blocks:
         return []
     num_freed = 0
-    for number, num_own in enumerate(freed_in_turn(pool, holders)):
+    for number, num_own in enumerate(freed_in_turn(pool, holders, but)):
         num_freed += num_own + importing[number]
         if num_freed >= num_blocks:
             return givers[: number + 1]
@@ -197,15 +202,17 @@ def _runs(giver: Sequence | Outsider) -> bool:
     return isinstance(giver, Sequence) and giver.state is SequenceState.RUNNING
 
 
-def freed_in_turn(pool: BlockPool, holders: Iterable[Holder]) -> Iterator[int]:
+def freed_in_turn(
+    pool: BlockPool, holders: Iterable[Holder], but: Collection[int] = ()
+) -> Iterator[int]:
     """Iterate over how many blocks become free as each of these lets go of its own, in turn.
 
-    What others share with them stays with those. Whoever wants it as of one instant holds the
-    pool's lock.
+    What others share with them stays with those; blocks in ``but`` don't count. Whoever wants it as
+    of one instant holds the pool's lock.
     """
     num_letting_go: Counter[int] = Counter()
     for holder in holders:
-        num_own, shared = pool.shares_of(holder)
+        num_own, shared = pool.shares_of(holder, but)
         num_letting_go.update(shared.keys())
         yield num_own + sum(num_letting_go[block_id] == n for block_id, n in shared.items())
 

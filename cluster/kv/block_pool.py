@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -170,13 +170,18 @@ class BlockPool:
         self._tell()
         return block_ids
 
-    def shares_of(self, holder: Holder) -> tuple[int, dict[int, int]]:
+    def shares_of(self, holder: Holder, but: Collection[int] = ()) -> tuple[int, dict[int, int]]:
         """Return how many blocks nobody but the holder has, and how many have each of its others;
-        of these it may be the last one."""
+        of these it may be the last one. Blocks in ``but`` are left out."""
         with self.lock:
-            block_ids = self._held.get(holder, ())
+            block_ids = [b for b in self._held.get(holder, ()) if b not in but]
             shared = self._shared.intersection(block_ids) if self._shared else ()
             return len(block_ids) - len(shared), {b: self._num_holders[b] for b in shared}
+
+    def held_of(self, block_ids: Iterable[int]) -> frozenset[int]:
+        """Return those of the blocks that have a holder now."""
+        with self.lock:
+            return frozenset(b for b in block_ids if b in self._num_holders)
 
     def blocks_of(self, holder: Holder) -> tuple[int, ...]:
         """Return the holder's blocks in the order of their tokens; empty if it has none."""

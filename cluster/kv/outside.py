@@ -27,6 +27,8 @@ class Demand:
     tier: int
     is_import: bool = False
     """Whether an import lacks it, which asks no more once it has its blocks."""
+    shares: frozenset[int] = frozenset()
+    """Blocks of others that it will hold too: it gains nothing where these let go of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

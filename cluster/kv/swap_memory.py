@@ -34,6 +34,11 @@ class SwapMemory:
             slots_B = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
         self._slots_NB = slots_B.view(num_slots, -1)
 
+    @property
+    def is_pinned(self) -> bool:
+        """Whether a GPU copies from and to it directly."""
+        return self._slots_NB.is_pinned()
+
     def copy_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks to slots, given as (block, slot)."""
         block_ids, slots = [block for block, _ in pairs], [slot for _, slot in pairs]

@@ -11,6 +11,7 @@ from cluster.model.logprobs import token_logprobs
 from cluster.model.sampler import gumbel_noise, sample
 from cluster.request import SamplingParams
 from tests.factories_model import write_tiny_llama
+from tests.factories_preemption import assert_undisturbed
 from tests.factories_runner import Driver, assert_matches, make_prompts
 
 pytestmark = [
@@ -44,6 +45,15 @@ def test_blocks_leave_a_gpu_and_come_back_through_host_memory(tmp_path):
     receiver.cache.clear_blocks(receiver.lines[0].block_ids)
     receiver.cache.import_blocks(receiver.lines[0].block_ids, staging)
     assert receiver.run(20) == sender.run(20)
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+def test_preempted_is_undisturbed(tmp_path, swaps):
+    """P-15: its KV waits in pinned memory, or is computed again."""
+    write_tiny_llama(tmp_path)
+    loaded = load_model(tmp_path, dtype=Dtype.FP32, device="cuda")
+    engine = assert_undisturbed(loaded, SamplingParams(max_tokens=40, temperature=0.0), swaps=swaps)
+    assert engine.memory.is_pinned
 
 
 def test_noise_has_the_same_bits_as_on_a_cpu():

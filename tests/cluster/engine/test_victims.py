@@ -7,7 +7,7 @@ from cluster.kv.block_pool import BlockPool
 from cluster.kv.outside import Demand
 from cluster.policy.order import Ordering
 from cluster.policy.tiers import Tiers
-from tests.factories import BLOCK_SIZE, Engine, make_key
+from tests.factories import BLOCK_SIZE, Engine, make_key, make_prompt
 
 A, B, C = make_key("a"), make_key("b"), make_key("c")
 TIERS = Tiers(names=("low", "normal", "high"), default="normal")
@@ -35,7 +35,7 @@ def test_nobodys_blocks_are_counted_where_all_of_them_together_are_too_few(monke
     counted = []
     shares_of = BlockPool.shares_of
     monkeypatch.setattr(
-        BlockPool, "shares_of", lambda pool, key: counted.append(key) or shares_of(pool, key)
+        BlockPool, "shares_of", lambda pool, key, but: counted.append(key) or shares_of(pool, key)
     )
     victims, live = Victims.of(engine.pool, BY_TIER), engine.scheduler._live.values()
 
@@ -46,3 +46,30 @@ def test_nobodys_blocks_are_counted_where_all_of_them_together_are_too_few(monke
     assert (chosen(5), counted) == ([], []), "4 are all that they hold"
     assert chosen(4) == lows[::-1]
     assert counted == [low.key for low in lows[::-1]]
+
+
+def preempted_by_one_that_shares(holder_tier: str, num_more: int):
+    """Two low ones run, and one whose prompt a high one has too, with so many tokens behind it."""
+    engine = Engine(rules=BY_TIER, num_blocks=17, has_prefix_cache=True)
+    shared = make_prompt(6 * BLOCK_SIZE, "shared")
+    running = [
+        engine.add(name, priority="low", num_prompt_tokens=5 * BLOCK_SIZE - 2, max_tokens=9)
+        for name in ("older", "younger")
+    ]
+    running.append(engine.add("holder", priority=holder_tier, prompt_ids=shared, max_tokens=9))
+    engine.step()
+    prompt = (*shared, *range(7, 7 + num_more))
+    high = engine.add("high", priority="high", prompt_ids=prompt, max_tokens=3)
+    engine.step()
+    assert high.num_cached_tokens == len(shared)
+    return {sequence.key.request_id for sequence in running if sequence.num_preemptions}
+
+
+def test_blocks_that_it_will_share_need_not_be_given():
+    """P-15, P-17: of its seven or so it lacks one; five are more than enough."""
+    assert preempted_by_one_that_shares("high", num_more=2) == {"younger"}
+
+
+def test_blocks_that_it_will_share_are_no_gain_where_they_are_given():
+    """P-15, P-17: all that the youngest has is of no use, and so the next gives too, at once."""
+    assert preempted_by_one_that_shares("low", num_more=2 * BLOCK_SIZE) == {"holder", "younger"}
