@@ -243,6 +243,9 @@ class Redirect:
     key: LegKey
     handoff_id: str
     peer: Peer
+    num_preemptions: int = 0
+    """Of the choice so far, as its router heard: the last decode worker may have lost its link
+    before it told the prefill worker that its import gave way."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -213,7 +213,9 @@ class Outbox:
             self._gives_no_more(export)
         opened.leg = replace(opened.leg, handoff_id=redirect.handoff_id, peer=redirect.peer)
         if export is None:
+            opened.preempted(redirect.num_preemptions)
             return  # nothing of it is computed yet: it will be offered there
+        export.preempted(redirect.num_preemptions)
         if export.is_whole:
             self._pool.rename(export_holder(old_id), export.holder)
         self.counts["redirected"] += 1

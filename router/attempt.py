@@ -372,6 +372,7 @@ class Attempt:
             key=self.key,
             handoff_id=grant.handoff_id,
             peer=decode.peer,
+            num_preemptions=self._owner.num_preemptions,
         )
         self._parts.workers.redirect(holder, redirect)
 

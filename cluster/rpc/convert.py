@@ -271,6 +271,7 @@ def redirect_to_wire(redirect: Redirect) -> wire.Redirect:
         key=key_to_wire(redirect.key),
         handoff_id=redirect.handoff_id,
         peer=peer_to_wire(redirect.peer),
+        num_preemptions=redirect.num_preemptions,
     )
 
 
@@ -280,6 +281,7 @@ def redirect_from_wire(message: wire.Redirect) -> Redirect:
         key=key_from_wire(message.key),
         handoff_id=message.handoff_id,
         peer=peer_from_wire(message.peer),
+        num_preemptions=message.num_preemptions,
     )
 
 

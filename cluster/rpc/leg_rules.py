@@ -37,10 +37,7 @@ class LegRules:
             raise DeadlineExceeded("the deadline passed on the way", stage="intake")
         if not 0 <= leg.waited_s <= _MAX_WAITED_S:
             raise InvalidRequest(f"not so long ago: {leg.waited_s} s", field="waited_s")
-        if not 0 <= leg.num_preemptions <= MAX_PREEMPTIONS:
-            raise InvalidRequest(
-                f"not preempted so often: {leg.num_preemptions}", field="num_preemptions"
-            )
+        _check_preemptions(leg.num_preemptions)
         if self.tiers is not None:
             self.tiers.rank(leg.priority)
         self._check_params(leg)
@@ -52,6 +49,7 @@ class LegRules:
         """Raise InvalidRequest that names the field, unless this worker could follow it."""
         if not 0 < len(redirect.handoff_id) <= self.max_id_chars:
             raise InvalidRequest("a handoff id has 1 to 128 characters", field="handoff_id")
+        _check_preemptions(redirect.num_preemptions)
         self._check_peer(redirect.peer)
 
     def _check_tokens(self, leg: Leg) -> None:
@@ -102,3 +100,8 @@ class LegRules:
             raise InvalidRequest("a handoff needs the decode worker's address", field="peer")
         if peer.worker_id == self.worker_id:
             raise InvalidRequest("a worker hands nothing over to itself", field="peer")
+
+
+def _check_preemptions(number: int) -> None:
+    if not 0 <= number <= MAX_PREEMPTIONS:
+        raise InvalidRequest(f"not preempted so often: {number}", field="num_preemptions")

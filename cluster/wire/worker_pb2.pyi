@@ -443,7 +443,10 @@ class Redirect(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     HANDOFF_ID_FIELD_NUMBER: _builtins.int
     PEER_FIELD_NUMBER: _builtins.int
+    NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.str
+    num_preemptions: _builtins.int
+    """of the choice so far: the last receiver may not have got to say"""
     @_builtins.property
     def key(self) -> Global___LegKey: ...
     @_builtins.property
@@ -454,10 +457,11 @@ class Redirect(_message.Message):
         key: Global___LegKey | None = ...,
         handoff_id: _builtins.str = ...,
         peer: Global___Peer | None = ...,
+        num_preemptions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "peer", b"peer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_id", b"handoff_id", "key", b"key", "peer", b"peer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_id", b"handoff_id", "key", b"key", "num_preemptions", b"num_preemptions", "peer", b"peer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from cluster.config import DeployConfig, Policy, PoolConfig, Role
+from cluster.control.status import get_cluster
 from cluster.engine import loop as loop_module
 from cluster.engine.plan import SequenceEnd, StepEvents
 from cluster.engine.snapshot import EngineSnapshot
@@ -22,8 +23,16 @@ from cluster.errors import (
 )
 from cluster.handoff import AbortCause
 from cluster.kv.outside import Outsider
-from cluster.request import FinishReason, LegKind, Peer, PromptPrefix, Redirect
+from cluster.request import (
+    MAX_PREEMPTIONS,
+    FinishReason,
+    LegKind,
+    Peer,
+    PromptPrefix,
+    Redirect,
+)
 from deploy import worker_legs, worker_life, worker_watch
+from router.metrics import RouterMetrics
 from tests.deploy.world import (
     KEY,
     LAYOUT,
@@ -81,6 +90,7 @@ async def test_a_redirect_that_cannot_be_followed_ends_its_leg(world):
         {"handoff_id": "", "peer": nobody},
         {"handoff_id": "h", "peer": prefill.me},
         {"handoff_id": "h" * 200, "peer": nobody},
+        {"handoff_id": "h", "peer": nobody, "num_preemptions": MAX_PREEMPTIONS + 1},
     )
     for number, fields in enumerate(bad):
         sink, key = Sink(), make_key(f"r{number}")
@@ -351,6 +361,12 @@ async def test_the_pool_is_checked_when_the_worker_is_idle_again(world, monkeypa
     counters = worker._reporter.report().counters
     assert (counters["kv_checks"], counters["kv_check_failures"]) == (3, 1)
     worker._pool._free.append(lost)
+    # The worker goes with its own counters; what routers show has the failure all the same.
+    await world.reports(lambda reports: "m-0" not in reports)
+    view = await get_cluster(world.address, timeout_s=5.0)
+    metrics = RouterMetrics("r")
+    metrics.watch(lambda: view)
+    assert b"\npdserve_control_kv_check_failures_total 1.0\n" in metrics.text()
 
 
 async def test_blocks_that_are_kept_for_nobody_are_found(world, monkeypatch):

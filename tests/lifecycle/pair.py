@@ -173,7 +173,12 @@ class Pair:
         handoff_id = f"handoff-{request_id}-{self.num_redirects}"
         grant_id = f"grant-{request_id}-{self.num_redirects}"
         key = make_key(request_id)
-        self.prefill.redirect_leg(Redirect(key=key, handoff_id=handoff_id, peer=make_peer(to)))
+        self.prefill.redirect_leg(
+            Redirect(
+                key=key, handoff_id=handoff_id, peer=make_peer(to),
+                num_preemptions=fields.get("num_preemptions", 0),
+            )
+        )  # fmt: skip
         if starts:
             side = self.sides[to]
             side.sink.ends.pop(key, None)  # the router has read of the old leg's end

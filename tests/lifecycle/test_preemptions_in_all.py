@@ -6,7 +6,7 @@ import pytest
 
 from cluster.config import Policy
 from cluster.engine.rules import Rules
-from cluster.handoff import AbortCause
+from cluster.handoff import AbortCause, AbortHandoff
 from cluster.policy.order import Ordering
 from cluster.policy.tiers import Tiers
 from tests.factories import expected_tokens, make_key
@@ -151,6 +151,48 @@ async def test_one_whose_import_gave_way_as_often_as_it_may_keeps_its_export(is_
     assert pair.d_sink.output(LOW) == expected_tokens("low", MAX_TOKENS)
     pair.prefill.abort_leg(make_key("urgent"), AbortCause.CANCELLED)
     pair.decode.abort_leg(make_key("urgent"), AbortCause.CANCELLED)
+    await pair.run_dry()
+    pair.assert_idle()
+
+
+@pytest.mark.parametrize("is_computed", [True, False], ids=["exported", "still computed"])
+async def test_where_the_refusal_is_lost_with_its_link_the_redirect_tells_of_it(is_computed):
+    """P-15: only the router heard that its import gave way; it goes on counting from there."""
+    rules = replace(BY_TIER, max_preemptions=1)
+    pair = Pair(p_blocks=20, d_blocks=12, rules=rules, p_rules=rules)
+    pair.wire.holds_landing = True
+    pair.wire.hold = {AbortHandoff}
+    sizes = {"priority": "low", "num_prompt_tokens": 40}
+    pair.start("low", **sizes)
+    await pair.step_prefill()
+    if is_computed:
+        await pair.prefill_all()
+    pair.start("high", priority="high", num_prompt_tokens=20)
+    while not pair.decode.inbox.num_waiting:
+        await pair.step_prefill()
+    await pair.step_decode()
+    opened = pair.prefill.book.get(LOW)
+    assert (pair.d_sink.num_preemptions[LOW], opened.leg.num_preemptions) == (1, 0)
+    pair.wire.cut("cut")
+    await pair.settle()
+    pair.decode.abort_leg(make_key("high"), AbortCause.FAULT)
+    pair.prefill.abort_leg(make_key("high"), AbortCause.FAULT)
+    pair.new_wire()
+    pair.wire.holds_landing = True
+
+    pair.redirect("d", "low", **sizes, num_preemptions=1)
+    assert opened.leg.num_preemptions == 1
+    if not is_computed:
+        assert live(pair.p_engine).num_preemptions_in_all == 1
+        assert pair.p_engine.scheduler.holdings(pair.clock.now()).firm == {LOW}
+    pair.start_prefill("urgent", priority="high", num_prompt_tokens=60)
+    await pair.step_prefill(2)
+    assert pair.p_pool.outside.asked() == []
+    assert pair.p_engine.scheduler.num_preemptions == 0
+    pair.prefill.abort_leg(make_key("urgent"), AbortCause.CANCELLED)
+    pair.wire.let_go()
+    await pair.run_dry_of("low")
+    assert pair.d_sink.output(LOW) == expected_tokens("low", MAX_TOKENS)
     await pair.run_dry()
     pair.assert_idle()
 

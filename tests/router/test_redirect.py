@@ -33,6 +33,7 @@ async def test_a_refused_export_goes_to_another_decode_worker(first):
     service = make_router(cluster)
     generation, prefill, decode = await begun(cluster, service, pairs=[("p0", "d1")])
     prefill.say(A)
+    decode.preempted(1)  # its import gave way, and that is why
     if first == "prefill":
         prefill.export_waits(REFUSED)
         await until(lambda: decode.aborts)
@@ -55,6 +56,7 @@ async def test_a_refused_export_goes_to_another_decode_worker(first):
     assert redirect.handoff_id == leg.handoff_id == "h2"
     assert leg.grant_id == "g1"
     assert redirect.peer == second.peer
+    assert redirect.num_preemptions == leg.num_preemptions == 1, "P-15"
     assert len(prefill.legs) == 1
 
     # STEP 3: it goes on as if nothing had been.

@@ -236,7 +236,7 @@ async def test_exports_that_wait_go_down_and_redirects_up(attached):
     assert (heard.key, heard.handoff_id, heard.lease_s) == (KEY, "handoff", 10.0)
     assert heard.error.message == "refused"
     peer = Peer(worker_id="e", incarnation="e1", address="127.0.0.1:3")
-    redirect = Redirect(key=KEY, handoff_id="h2", peer=peer)
+    redirect = Redirect(key=KEY, handoff_id="h2", peer=peer, num_preemptions=2)
     await client.redirect_leg(redirect)
     assert await soon(attached.handler.redirects) == redirect
 
