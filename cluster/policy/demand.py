@@ -30,7 +30,7 @@ HALVES = (Role.PREFILL, Role.DECODE)
 
 _RATE_WINDOW_S = 10.0
 """Over so long tokens are counted for their rate; before the first look none came."""
-_LEARNS = 0.2
+_LEARNS = 0.4
 """Weight of one more reading in a speed."""
 _MIXED_SHARE = 0.5
 """Of a mixed worker's time, for each half; its memory is shared as it comes."""

@@ -84,3 +84,25 @@ def test_a_worker_that_has_become_slow_is_soon_known_to_be():
     for _ in range(5):
         model.observe(0, 32, 0.32)
     assert model.predict(0, 32) > 0.5 * 0.32
+
+
+@pytest.mark.parametrize(("before_s", "after_s"), [(0.003, 0.6), (0.06, 0.3), (0.3, 0.6)])
+def test_longer_steps_are_known_within_seconds(before_s, after_s):
+    """However few they are: 50 of 0.6 s take half a minute."""
+    model = StepModel(base_s=before_s)
+    for _ in range(100):
+        model.observe(2, 0, before_s)
+    for _ in range(round(5.0 / after_s)):
+        model.observe(2, 0, after_s)
+    assert model.predict(2, 0) > before_s + 0.7 * (after_s - before_s)
+
+
+@pytest.mark.parametrize("step_s", [0.06, 0.3])
+def test_one_longer_step_alone_changes_little(step_s):
+    model = StepModel(base_s=step_s)
+    for _ in range(100):
+        model.observe(2, 0, step_s)
+    model.observe(2, 0, 5 * step_s)
+    assert model.predict(2, 0) < 1.5 * step_s
+    model.observe(2, 0, step_s)
+    assert model.predict(2, 0) < 1.4 * step_s

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.config import Role
+from cluster.engine.step_model import StepModel
 from cluster.policy.demand import Places
 from cluster.policy.load import Load, PoolLoad, from_stats, to_stats
 from cluster.policy.scaling import Scaler
@@ -138,6 +139,31 @@ def test_steps_longer_than_the_target_raise_decode():
     assert Looks(*pair()).look(d=steps)["d"] == 1
     hopeless = Looks(*pair(), tpot_target_s=0.005)
     assert hopeless.look(d=steps)["d"] == 1, "no number of workers makes a step shorter"
+
+
+def test_what_workers_have_come_to_show_is_believed_within_three_looks():
+    """6 sequences are within 0.05 s now, and 40 were before."""
+    looks = Looks(*pair(), tpot_target_s=0.05)
+    steps = {"step_base_s": 0.01, "num_sequences": 7}
+    assert looks.look(20, d={**steps, "step_per_seq_s": 0.001})["d"] == 1
+    assert looks.look(3, d={**steps, "step_per_seq_s": 0.006})["d"] == 2
+
+
+def test_steps_that_have_become_too_long_raise_decode_within_ten_seconds():
+    """Issue 6: a worker learns it by steps of 0.6 s, and was fast before its 3 sequences came."""
+    looks, model = Looks(*pair(), tpot_target_s=0.3), StepModel(0.003, 0.0003)
+    for num_sequences in (1, 2, 3, 4) * 20:
+        model.observe(num_sequences, 0, 0.003 + 0.0003 * num_sequences)
+    passed_s = looked_s = 0.0
+    for num_sequences in (1, 2, *[3] * 20):
+        passed_s += 0.2 * num_sequences
+        model.observe(num_sequences, 0, 0.2 * num_sequences)
+        while looked_s + 1.0 <= passed_s and looks.targets["d"] == 1:
+            shown = {"step_base_s": model.base_s, "step_per_seq_s": model.per_seq_s}
+            looks.look(d={**shown, "num_sequences": num_sequences})
+            looked_s += 1.0
+    assert looks.targets["d"] == 2
+    assert looked_s <= 8.0, "reports, readings and Serve need the rest"
 
 
 def test_decode_is_asked_for_no_more_than_prefill_can_feed():
