@@ -18,7 +18,7 @@ from router.shares import Shares
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from fastapi import FastAPI
 
@@ -100,6 +100,15 @@ class HttpDoor:
         """End each connection with its next answer: its client connects again, elsewhere."""
         self._lets_go = True
 
+    @property
+    def has_clients(self) -> bool:
+        """Whether anybody is connected whose connection does not end with the call it carries."""
+        return self._server.has_idle_connections
+
+    def listen_no_more(self) -> None:
+        """Let nobody new in; whoever is connected is served."""
+        self._server.listen_no_more()
+
     async def stop(self, grace_s: float = 0.0) -> None:
         """Refuse new calls and end those that run after ``grace_s``, or a second; idempotent.
 
@@ -156,13 +165,23 @@ class _Server(uvicorn.Server):
         )
         return protocol
 
+    @property
+    def has_idle_connections(self) -> bool:
+        """Whether there are connections without a call."""
+        open_now: Iterable[Any] = self.server_state.connections
+        return any(each.cycle is None or each.cycle.response_complete for each in open_now)
+
+    def listen_no_more(self) -> None:
+        """Close the door; idempotent."""
+        for server in self.servers:
+            server.close()
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close the door, and after a moment each connection without a call.
 
         Who listens on a socket closes it.
         """
-        for server in self.servers:
-            server.close()
+        self.listen_no_more()
         await asyncio.sleep(self.last_heads_s)
         await super().shutdown(None if self._tls is not None else sockets)
 

@@ -1,14 +1,16 @@
 """How a router takes its leave: it says so first, and nobody who comes finds a closed door.
 
     serves ──▶ not ready, serves ──LAST_CALLS_S──┬─ another has the same doors ──▶ newcomers are
-                                                 │    turned away ──_LAST_WORDS_S──▶ doors closed,
-                                                 │                     if the other is there still
+                                                 │    turned away ──_LAST_WORDS_S──▶ nobody is let
+                                                 │    in any more, if the other is there still
+                                                 │    ──clients have gone──▶ doors closed
                                                  └─ nobody has ──▶ 503 to whoever comes ──▶ the
                                    same, once another has them; or closed with the last call's end
 
 Calls that run are not disturbed by any of it. Where several routers share their doors, those that
 are closed are no loss: the kernel gives new connections to the others, and nobody is connected to
-these who has not been heard.
+these who has not been heard. Whoever keeps a connection is served on it until it has ended: HTTP's
+with the next answer or after some idle seconds, gRPC's when it is as old as they get.
 """
 
 from __future__ import annotations
@@ -61,12 +63,25 @@ class Leave:
                     await self._until_over()
                     if not self._has_heirs():
                         break
+                else:
+                    await self._until_left()
         logger.info("router drained, calls=%d left", self._service.num_calls)
 
     async def _until_over(self) -> None:
         # Who has come to a port is no event of ours.
         while self._service.num_calls and not self._has_heirs():  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_S)
+
+    async def _until_left(self) -> None:
+        """Serve those who are connected until they have gone to the others."""
+        self._service.reopen()
+        for door in (self._http, self._grpc):
+            door.listen_no_more()
+        logger.info("router lets nobody in, calls=%d", self._service.num_calls)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._grpc.going_s):
+                while self._http.has_clients or self._grpc.has_clients:  # noqa: ASYNC110
+                    await asyncio.sleep(_LOOK_S)
 
     async def _has_handed_over(self) -> bool:
         """Leave newcomers to others; False, and nobody is turned away, where there are none.

@@ -4,8 +4,8 @@ Nothing tells one who listens at a port of the others that do, but the kernel's 
 
 The kernel gives a connection to one of them before anybody has accepted it, and resets it where
 that one closes its door: so whoever leaves first has newcomers turned away. TCP asks again after
-1 s, and then it is one of the others that is asked. Whoever leaves looks like the others until its
-doors are closed.
+1 s, and then it is one of the others that is asked. Whoever leaves looks like the others until it
+listens no more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 _OPEN_FILES = Path("/proc/self/fd")
 _TABLES = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
@@ -69,9 +69,24 @@ def let_in(port: int) -> int:
     return _set_option(port, _SO_DETACH_FILTER, 0)
 
 
+def listen_no_more(port: int) -> int:
+    """Have none of this process's sockets listen at ``port``; return their number.
+
+    Whoever is accepted already stays, and whoever opened the sockets closes them, now or later.
+    Does nothing without /proc.
+    """
+    return _tell_listeners(port, lambda listener: listener.shutdown(socket.SHUT_RDWR))
+
+
 def _set_option(port: int, option: int, value: bytes | int) -> int:
-    """Set an option of each of our sockets that listens at ``port``; return their number."""
-    num_set = 0
+    return _tell_listeners(
+        port, lambda listener: listener.setsockopt(socket.SOL_SOCKET, option, value)
+    )
+
+
+def _tell_listeners(port: int, tell: Callable[[socket.socket], None]) -> int:
+    """``tell`` each of our sockets that listens at ``port``; return their number."""
+    num_told = 0
     for file, _ in _own_files():
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
             own_file = os.dup(file)  # whoever opened that one closes it
@@ -79,9 +94,9 @@ def _set_option(port: int, option: int, value: bytes | int) -> int:
             listener = socket.socket(fileno=own_file)
             stack.callback(listener.detach)
             if _listens_at(listener, port):
-                listener.setsockopt(socket.SOL_SOCKET, option, value)
-                num_set += 1
-    return num_set
+                tell(listener)
+                num_told += 1
+    return num_told
 
 
 def _listeners(port: int) -> tuple[set[int], set[int]]:

@@ -162,6 +162,10 @@ class Service:
         """Refuse whoever comes, and send away who watches; what runs goes on."""
         self._is_leaving = self._is_shut = True
 
+    def reopen(self) -> None:
+        """Serve whoever comes after all; it is still not ready."""
+        self._is_shut = False
+
     def check_stays(self) -> None:
         """Raise NoWorker once this router leaves: whoever watches shall watch another."""
         if self._is_leaving:

@@ -19,9 +19,10 @@ class GrpcCaps:
     """For its answer: a client that is stopped is found after both."""
     write_grace_s: float = 5.0
     """A client may read so long after its request's deadline."""
-    connection_age_s: float = 900.0
-    """Then a client is asked to connect again, and cut off when the longest deadline is over:
-    grpc.aio can't reset one stream that its client doesn't read."""
+    connection_age_s: float = 60.0
+    """Then, or after half of ``limits.drain_s``, a client is asked to connect again, and cut off
+    when the longest deadline is over: grpc.aio can't reset one stream that its client doesn't read.
+    A router that leaves waits so long for its clients to go."""
     max_streams: int = 1024
     """Of one connection."""
     max_connections: int = 2048

@@ -47,6 +47,11 @@ class Connections:
             self.num_shut += self._shut(found.pop(peer), peer)
         self.kept = set(found)
 
+    def num_open(self) -> int:
+        """Return how many there are; 0 without /proc."""
+        files = os.listdir(_OPEN_FILES) if _OPEN_FILES.is_dir() else []
+        return sum(1 for _ in self._accepted(map(int, files)))
+
     def _accepted(self, files: Iterable[int]) -> Iterator[tuple[_Peer, int]]:
         """Yield the peer and the file of each connection of the port."""
         for file in files:

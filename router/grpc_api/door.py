@@ -18,6 +18,7 @@ from router.grpc_api.connections import Connections
 from router.grpc_api.inference import Inference
 from router.grpc_api.keys import KeyGuard
 from router.grpc_api.malformed import MessageGuard
+from router.ports import listen_no_more
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,6 +35,11 @@ _MIN_PING_INTERVAL_MS = 900
 """Clients may ping once a second, whether they have calls open or not."""
 _LAST_WORDS_S = 0.25
 """For the status of a call that has just ended to go out: else its client hears UNAVAILABLE."""
+_MIN_AGE_S = 1.0
+_AGE_SPREAD = 1.1
+"""gRPC lets connections get up to so much older than they were to get."""
+_GOING_S = 0.5
+"""From being asked to connect again to doing it."""
 
 
 class GrpcDoor:
@@ -65,6 +71,7 @@ class GrpcDoor:
         self._server = StandingServer(self._make)
         self._health = _Health()
         self._beats: list[asyncio.Task[None]] = []
+        self._age_s = max(_MIN_AGE_S, min(self._caps.connection_age_s, service.limits.drain_s / 2))
         self.connections: Connections | None = None
 
     @property
@@ -87,6 +94,24 @@ class GrpcDoor:
     async def tell_health(self) -> None:
         """Tell it now to those who watch, and not with the next beat."""
         await self._tell_health(self._service.readiness())
+
+    @property
+    def going_s(self) -> float:
+        """So long after its last newcomer each client has been asked to connect again, and has.
+
+        Calls that come before that are served. A server that stops would end as CANCELLED those
+        that cross its asking.
+        """
+        return _AGE_SPREAD * self._age_s + _GOING_S
+
+    @property
+    def has_clients(self) -> bool:
+        """Whether anybody is connected."""
+        return self.connections is not None and self.connections.num_open() > 0
+
+    def listen_no_more(self) -> None:
+        """Let nobody new in; whoever is connected is served."""
+        listen_no_more(self.port)
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Refuse new calls and end those that run after ``grace_s``, or a moment; idempotent."""
@@ -135,7 +160,7 @@ class GrpcDoor:
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.keepalive_time_ms", _ms(caps.keepalive_s)),
             ("grpc.keepalive_timeout_ms", _ms(caps.ping_timeout_s)),
-            ("grpc.max_connection_age_ms", _ms(caps.connection_age_s)),
+            ("grpc.max_connection_age_ms", _ms(self._age_s)),
             ("grpc.max_connection_age_grace_ms", _ms(last_words_s)),
         )
 

@@ -120,7 +120,7 @@ def test_after_ten_idle_minutes_it_answers_as_before(tiny_llama, tmp_path, monke
     monkeypatch.setattr(children, "run_control", run_control)
     monkeypatch.setattr(children, "run_router", run_router)
     config = make_config(tiny_llama, PAIR)
-    limits = dataclasses.replace(config.limits, link_idle_s=SHORT_S)
+    limits = dataclasses.replace(config.limits, link_idle_s=SHORT_S, drain_s=2 * AGE_S)
     cluster = ProcessCluster(dataclasses.replace(config, limits=limits), tiny_llama, tmp_path)
     cluster.target = run_worker
     prompts = Prompts(tiny_llama, NUM_WARM + 2, num_prompt=64, num_tokens=NUM_TOKENS)

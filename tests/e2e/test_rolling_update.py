@@ -192,4 +192,3 @@ def test_a_changed_config_on_ray(deployed, prompts, tmp_path):
     for caller in (over_http, over_grpc):
         caller.check()
     assert max(over_http.connections.values()) > 1, "no connection was kept"
-    assert over_grpc.num_cut <= len(routers), "more than one in the closing of each router"

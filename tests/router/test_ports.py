@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from router.ports import is_shared, let_in, turn, turn_away
+from router.ports import is_shared, let_in, listen_no_more, turn, turn_away
 
 NUM_KNOCKS = 24
 LISTEN = """
@@ -147,3 +147,21 @@ def test_those_who_leave_together_have_turns(own, port):
         assert turn(port) == sorted([inode, second, third]).index(inode) / 3
     own.close()
     assert turn(port) == 0.0, "nobody listens there"
+
+
+def test_whoever_is_accepted_stays_where_nobody_listens_any_more(own, port):
+    """CASES P-27: and whoever comes is given to the other."""
+    with contextlib.ExitStack() as stack:
+        client = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+        served, _ = own.accept()
+        stack.enter_context(served)
+        assert listen_no_more(port) == 1
+        client.sendall(b"hello")
+        assert served.recv(5) == b"hello"
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=10)
+        stack.enter_context(listening("127.0.0.1", port))
+        newcomers = knock(stack, port)
+        wait_settled(newcomers)
+        assert not any(map(is_cut, newcomers))
+        assert listen_no_more(port) == 0, "it listens still"

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import functools
 import json
+import socket
 import time
 
 import grpc
@@ -12,6 +15,7 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from cluster.config import LimitsConfig
 from cluster.request import FinishReason
 from cluster.wire import public_v1_pb2 as pb
 from cluster.wire import public_v1_pb2_grpc as pb_grpc
@@ -131,8 +135,9 @@ async def test_a_grpc_call_that_ends_while_its_door_closes_is_told_how():
 
 
 @contextlib.asynccontextmanager
-async def both_doors():
-    service = make_router(FakeCluster())
+async def both_doors(drain_s=30.0):
+    limits = LimitsConfig(drain_s=drain_s)
+    service = make_router(FakeCluster(), limits=limits)
     http = HttpDoor(api.build_api(service), host="127.0.0.1", port=0)
     grpc_door = GrpcDoor(service, host="127.0.0.1", port=0)
     await http.start()
@@ -185,30 +190,45 @@ async def test_a_router_without_heirs_says_so_first_and_refuses_politely(monkeyp
     assert_conserved(service)
 
 
+def is_refused(port: int) -> bool:
+    """Whether nobody listens there; one who turns newcomers away lets them wait."""
+    with socket.socket() as newcomer:
+        newcomer.settimeout(0.05)
+        return newcomer.connect_ex(("127.0.0.1", port)) == errno.ECONNREFUSED
+
+
 async def test_doors_that_another_has_too_are_closed_at_once(monkeypatch):
     """CASES P-27: the kernel gives newcomers to the other; half of them would be refused here.
 
-    Whoever is connected stays, and from then on nobody is.
+    Whoever is connected stays and is served, until gRPC has asked for another connection and HTTP
+    has answered once more.
     """
     monkeypatch.setattr(leave, "LAST_CALLS_S", 0.0)
+    monkeypatch.setattr(leave, "_LAST_WORDS_S", 0.2)
     others = {"heirs": False}
     monkeypatch.setattr(leave, "is_shared", lambda port: others["heirs"])
-    async with both_doors() as (service, http, grpc_door, client, channel):
-        watch = pb_grpc.InferenceStub(channel).WatchCluster(pb.GetClusterRequest())
+    async with both_doors(drain_s=6.0) as (service, http, grpc_door, client, channel):
+        stub = pb_grpc.InferenceStub(channel)
+        watch = stub.WatchCluster(pb.GetClusterRequest())
         await watch.read()
         body = {"prompt": "hi", "timeout_s": GRACE_S}
         running = asyncio.ensure_future(client.post("/v1/completions", json=body))
         await until(lambda: is_running(service))
+        assert (await client.get("/health/live")).status_code == 200  # and is kept
         leaving = asyncio.ensure_future(leave.Leave(service, http, grpc_door).take(GRACE_S))
         await until(lambda: not service.readiness().is_ready)
         others["heirs"] = True
-        await asyncio.wait_for(leaving, 5)
         for door in (http, grpc_door):
+            await until(functools.partial(is_refused, door.port))
             assert door.is_serving, "whoever is connected would be cut"
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(asyncio.open_connection("127.0.0.1", door.port), 0.1)
         with pytest.raises(grpc.aio.AioRpcError):
             await asyncio.wait_for(watch.read(), 5)  # it would keep the server from its end
+        assert await stub.Tokenize(pb.TokenizeRequest(prompt="hi")), "it refuses who can't leave"
+        answer = await client.get("/health/live")
+        assert (answer.status_code, answer.headers["connection"]) == (200, "close")
+        assert not leaving.done()
+        await asyncio.wait_for(leaving, 5)
+        assert not grpc_door.has_clients, "it was not asked to connect again"
         assert not running.done()
         running.cancel()
 

@@ -22,7 +22,10 @@ CANARY = {"prompt": [11, 48, 85, 22, 59, 96, 33, 70], "max_tokens": 12, "tempera
 def _caller(shape, model, folder):
     config = make_config(model, SHAPES[shape])
     config = dataclasses.replace(
-        config, model=dataclasses.replace(config.model, max_model_len=CONTEXT)
+        config,
+        model=dataclasses.replace(config.model, max_model_len=CONTEXT),
+        # A connection may get half as old: no test here is as long.
+        limits=dataclasses.replace(config.limits, drain_s=60.0),
     )
     # So few slots that eight calls at once take both decode workers.
     if shape == "disaggregated":
