@@ -17,7 +17,8 @@
         ├── ConfigError                              a key or value of the deploy file
         └── UnsupportedModel                         a checkpoint that the engine refuses
 
-``stage`` is where in a request's life it happened, ``worker_id`` who, ``__cause__`` why.
+``stage`` is where in a request's life it happened, ``worker_id`` who; the message says why, since
+``__cause__`` crosses no wire.
 Workers' ids go into logs and the control plane's view, never into a client's error body.
 """
 

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 _END_S = 2.0
 """For a replica to end, before Serve does it by force."""
 _WAIT_LOOP_S = 0.1
+_CHECK_S, _WORKER_CHECK_S = 10.0, 4.0
+"""For an answer about health. Serve replaces a replica after three in a row that did not come: a
+worker whose node says nothing any more is missed after 12 s, and one that was paused for 10 is not.
+The head has no other node to go to: there a pause may be longer."""
 
 
 def build(args: dict[str, Any]) -> Application:
@@ -34,13 +38,13 @@ def build(args: dict[str, Any]) -> Application:
     config = deploy_config.from_tree(tree)
     # The control plane's port is fixed, so it has to be where clients look for it.
     on_head = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}
-    control = _deployment(ControlReplica, CONTROL, 1, on_head).bind(tree, run_dir)
+    control = _deployment(ControlReplica, CONTROL, 1, on_head).bind(tree, folder, run_dir)
     # Workers and routers drain first, and only then end.
     end_s = config.limits.drain_s + 2 * _END_S
     pools = [
-        _deployment(WorkerReplica, pool.name, pool.count, _actor_options(pool), end_s).bind(
-            tree, pool.name, folder, run_dir
-        )
+        _deployment(
+            WorkerReplica, pool.name, pool.count, _actor_options(pool), end_s, _WORKER_CHECK_S
+        ).bind(tree, pool.name, folder, run_dir)
         for pool in config.pools
     ]
     # So are the doors: clients know the head node's address.
@@ -54,6 +58,7 @@ def _deployment(
     count: int,
     actor_options: dict[str, Any],
     end_s: float = _END_S,
+    check_s: float = _CHECK_S,
 ) -> Deployment:
     deploy: Callable[..., Deployment] = serve.deployment(
         name=name,
@@ -63,7 +68,7 @@ def _deployment(
         # A start that fails is told at once; one that fails after a crash is tried for ever.
         max_constructor_retry_count=1,
         health_check_period_s=1.0,
-        health_check_timeout_s=10.0,
+        health_check_timeout_s=check_s,
         # No call of ours goes through Serve, so there is none that it should wait for.
         graceful_shutdown_wait_loop_s=_WAIT_LOOP_S,
         graceful_shutdown_timeout_s=end_s,

@@ -7,11 +7,13 @@ from typing import Any
 from cluster import config as deploy_config
 from cluster.clock import SystemClock
 from cluster.control.server import ControlServer
+from cluster.control.settings import ControlSettings
 from cluster.policy.load import to_stats
 from deploy import node
 from deploy.cores import pin_process
 from deploy.heap import keep_what_start_made
 from deploy.logs import log_to_file
+from deploy.model_shape import stated_layout
 
 
 class ControlReplica:
@@ -20,12 +22,13 @@ class ControlReplica:
     _server: ControlServer | None = None
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, tree: dict[str, Any], run_dir: str
+        self, tree: dict[str, Any], model_path: str, run_dir: str
     ) -> None:
         config = deploy_config.from_tree(tree)
         log_to_file(node.run_folder(config, run_dir) / "logs", "control")
         pin_process(config.service_cores)
-        self._server = ControlServer(config, SystemClock())
+        settings = ControlSettings(model_layout=stated_layout(model_path))
+        self._server = ControlServer(config, SystemClock(), settings=settings)
         await self._server.start(config.endpoints.host, config.endpoints.control_port)
         keep_what_start_made()
 

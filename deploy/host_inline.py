@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.clock import SystemClock
 from cluster.control.server import ControlServer
+from cluster.control.settings import ControlSettings
 from cluster.errors import EngineFault, PdserveError, StartupError
 from cluster.transport.loopback import LoopbackTransport
 from deploy.heap import keep_what_start_made
 from deploy.hosted_worker import HostedWorker
+from deploy.model_shape import stated_layout
 from router.ingress import Ingress
 
 if TYPE_CHECKING:
@@ -96,7 +98,8 @@ class InlineHost:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         endpoints = self._config.endpoints
         async with AsyncExitStack() as stack:
-            control = ControlServer(self._config, SystemClock())
+            settings = ControlSettings(model_layout=stated_layout(str(self._model_path)))
+            control = ControlServer(self._config, SystemClock(), settings=settings)
             stack.push_async_callback(control.stop)
             await control.start(endpoints.host, endpoints.control_port)
             transport = LoopbackTransport()

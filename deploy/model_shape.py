@@ -88,6 +88,26 @@ def read_shape(path: str) -> ModelShape:
     )
 
 
+def stated_layout(path: str) -> dict[str, int]:
+    """Return the fields of ``KVLayout`` that the model's config.json states; fetches nothing.
+
+    Only what stands there: where an entry is missing, each architecture has a default of its own.
+    Empty where this machine does not have the file.
+    """
+    try:
+        file = _cached(path) if _is_hub_id(path) else config_file(path)
+        tree = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, StartupError):
+        return {}
+    text: dict[str, Any] = tree.get("text_config") or tree
+    stated = {
+        "num_layers": first_number(text, "num_hidden_layers", "n_layer"),
+        "num_kv_heads": first_number(text, "num_key_value_heads"),
+        "head_dim": first_number(text, "head_dim"),
+    }
+    return {name: number for name, number in stated.items() if number}
+
+
 def kv_elements(text: dict[str, Any]) -> int:
     """Elements of one token's K and V; 0 where the usual words are missing."""
     num_heads = first_number(text, "num_attention_heads", "n_head")
@@ -115,12 +135,27 @@ def config_file(path: str) -> Path:
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder / "config.json"
-    if not HUB_ID.fullmatch(path) or path.startswith((".", "/", "~")):
+    if not _is_hub_id(path):
         raise StartupError(
             f"model.path: {path!r} is neither `trial`, nor a folder, nor a Hugging Face id",
             field="model.path",
         )
     return _fetch(path)
+
+
+def _is_hub_id(path: str) -> bool:
+    is_place = path == "trial" or path.startswith((".", "/", "~")) or Path(path).is_dir()
+    return not is_place and HUB_ID.fullmatch(path) is not None
+
+
+def _cached(hub_id: str) -> Path:
+    """Return where an earlier fetch has left it; raises OSError where none has."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(hub_id, "config.json")
+    if not isinstance(found, str):
+        raise FileNotFoundError(hub_id)
+    return Path(found)
 
 
 def _fetch(hub_id: str) -> Path:

@@ -60,7 +60,7 @@ def render(view: ClusterView) -> str:
 
 def _workers(view: ClusterView) -> str:
     head = (
-        "worker", "pool", "role", "health", "slots",
+        "worker", "pool", "role", "health", "transport", "slots",
         "free", "cached", "held", "importing", "fenced", "waiting", "queued", "pid",
     )  # fmt: skip
     return table(head, [_worker(worker) for worker in view.workers])
@@ -74,6 +74,7 @@ def _worker(view: WorkerView) -> tuple[str, ...]:
         worker.pool,
         worker.role.value,
         "draining" if report.is_draining else view.health.value,
+        worker.transport,
         f"{report.num_running}/{worker.num_slots}",
         *(str(count) for count in counts),
         str(report.num_waiting),

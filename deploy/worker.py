@@ -128,6 +128,7 @@ class Worker:
             blocks=self._pool,
             engine=self._engine,
             legs=self.legs,
+            acceptor=self._acceptor,
             watch=self._watch,
             life=self._life,
             pool_role=config.pool(pool.name).role,

@@ -8,6 +8,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from cluster.control.facts import BlockCounts, Registration, TransferSample, WorkerReport
+from cluster.control.membership import KV_CHECK_FAILURES
 from cluster.engine.outsiders import Outsiders
 from cluster.engine.victims import freed_in_turn
 from cluster.request import FinishReason
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from cluster.kv.block_pool import BlockPool, Holder
     from cluster.request import Leg, LegKey, Peer
     from cluster.rpc.legs import OpenLeg
+    from cluster.rpc.link_acceptor import LinkAcceptor
     from deploy.worker_legs import WorkerLegs
     from deploy.worker_life import WorkerLife
     from deploy.worker_parts import WorkerParts
@@ -42,6 +44,7 @@ class WorkerReporter:
         blocks: BlockPool,
         engine: EngineLoop,
         legs: WorkerLegs,
+        acceptor: LinkAcceptor | None,
         watch: WorkerWatch,
         life: WorkerLife,
         pool_role: Role,
@@ -55,6 +58,7 @@ class WorkerReporter:
         self._engine = engine
         self._legs = legs
         self._prefill, self._decode = legs.prefill, legs.decode
+        self._acceptor = acceptor
         self._watch = watch
         self._life = life
         self._pool_role = pool_role
@@ -222,7 +226,7 @@ class WorkerReporter:
             "swaps_refused": snapshot.num_swaps_refused,
             "swapped_blocks": snapshot.num_blocks_swapped,
             "kv_checks": self._watch.num_pool_checks,
-            "kv_check_failures": self._watch.num_pool_faults,
+            KV_CHECK_FAILURES: self._watch.num_pool_faults,
         }
         for reason in FinishReason:
             counters[f"legs_finished_{reason.value}"] = legs[reason.value]
@@ -243,4 +247,6 @@ class WorkerReporter:
             counters["offers_refused"] = taken["refused"]
             counters["imports_gave_way"] = taken["gave_way"]
             counters["segments_dropped"] = taken["dropped_segments"]
+        if self._acceptor is not None:
+            counters["links_refused"] = self._acceptor.num_refused
         return counters

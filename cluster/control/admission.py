@@ -1,8 +1,9 @@
-"""Who may join: a worker's registration against the deploy file and against its peers.
+"""Who may join: a worker's registration against the deploy file, its model and its peers.
 
 KV moves between any two workers of a cluster. Block size and KV dtype are each pool's own, since
 receivers convert them; in all else a block must mean the same everywhere. So must token ids, and
-the longest context: any worker may be given any request.
+the longest context: any worker may be given any request. Of the model only the KV's shape may be
+known here; of the rest whoever comes first decides.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from cluster.errors import ConfigError
 from cluster.kv.layout import KVLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from cluster.config import DeployConfig, PoolConfig, Role
     from cluster.control.facts import Registration
@@ -28,12 +29,15 @@ _MAX_REASON_CHARS = 300
 
 
 def objection(
-    config: DeployConfig, new: Registration, others: Iterable[Registration]
+    config: DeployConfig,
+    new: Registration,
+    others: Iterable[Registration],
+    model_layout: Mapping[str, int],
 ) -> str | None:
     """Return why ``new`` may not join, naming the field and both values; None where it may.
 
-    ``others`` are the registered workers that will stay. The reason names no worker and no host:
-    clients see it too.
+    ``others`` are the registered workers that will stay; ``model_layout`` is what is known of the
+    model. The reason names no worker and no host: clients see it too.
     """
     try:
         pool = config.pool(new.pool)
@@ -45,6 +49,9 @@ def objection(
     for field, expected, got in _expectations(config, pool, new, layout):
         if expected != got:
             return f"{field}: {expected} in the deploy file, {got} at the worker"
+    for field, number in model_layout.items():
+        if (got := getattr(layout, field)) != number:
+            return f"layout.{field}: {number} in the model's config.json, {got} at the worker"
     if (obstacle := role_obstacle(config, pool, new.role)) is not None:
         return obstacle
     if not 0 < new.max_model_len <= config.model.max_model_len:
@@ -82,6 +89,8 @@ def _expectations(
         ("num_blocks", pool.num_blocks, new.num_blocks),
         ("block_size", pool.block_size, new.block_size),
         ("layout.block_size", pool.block_size, layout.block_size),
+        # No pool says otherwise: a worker has the whole model.
+        ("layout.num_shards", 1, layout.num_shards),
     ]
     if pool.stored_dtype is not Dtype.AUTO:
         expectations.append(("layout.dtype", pool.stored_dtype.value, layout.dtype))

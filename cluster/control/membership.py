@@ -42,6 +42,8 @@ _ORDER_S = 3.0
 """For a worker to report that it follows an order: one comes each second."""
 LEFT_FOR_FAULT = "fault"
 """The reason of a leave that is a death: nothing runs there any more."""
+KV_CHECK_FAILURES = "kv_check_failures"
+"""A worker's counter of proofs of its pool that failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,8 @@ class Membership:
         self.refusals = Refusals(config, settings.refused_keep_s)
         self.num_died = 0
         """Workers that were declared dead, and those that were not dead too."""
+        self.num_kv_check_failures = 0.0
+        """Of workers that are gone: a proof that fails ends its worker, and with it the counter."""
 
     def register(self, registration: Registration, now: float) -> list[Decision]:
         """Let a worker in; raises StartupError, saying why, where it may not join."""
@@ -74,7 +78,9 @@ class Membership:
             for entry in self._ledger.workers.values()
             if entry.worker_id != worker_id
         ]
-        objection = admission.objection(self._config, registration, others)
+        objection = admission.objection(
+            self._config, registration, others, self._settings.model_layout
+        )
         if objection is not None:
             self.refusals.add(worker_id, registration.pool, objection, now)
             raise StartupError(objection)
@@ -219,6 +225,7 @@ class Membership:
         return WorkerDied(worker_id=entry.worker_id, incarnation=entry.registration.incarnation)
 
     def _forget(self, entry: WorkerEntry, why: str) -> None:
+        self.num_kv_check_failures += entry.report.counters.get(KV_CHECK_FAILURES, 0.0)
         num_lost = self._ledger.remove_worker(entry.worker_id)
         logger.warning(
             "worker=%s incarnation=%s gone: %s; grants=%d",

@@ -267,6 +267,7 @@ class Planner:
                 **self._counts,
                 "registrations_refused": self._members.refusals.num_refused,
                 "workers_died": self._members.num_died,
+                "kv_check_failures": self._members.num_kv_check_failures,
             },
         )
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlSettings:
-    """How long the planner waits before it judges, and what it assumes before it has measured."""
+    """How long the planner waits before it judges, and what it knows before anybody has told it."""
 
     tick_s: float = 0.1
     """Between two looks at the clock."""
@@ -49,3 +50,5 @@ class ControlSettings:
     """For the routers to answer a cancel."""
     link_age_s: float = 60.0
     """A link's own estimate counts for nothing after so long without a transfer."""
+    model_layout: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """What the model has in fields of ``KVLayout``; those that are not known are not in it."""

@@ -59,6 +59,8 @@ class LinkAcceptor:
         self._links: dict[str, Link] = {}
         self._threads = LinkThreads()
         self._is_closed = False
+        self.num_refused = 0
+        """Calls that got no link."""
 
     async def serve(
         self, request_iterator: AsyncIterator[pb.LinkMessage], context: Context
@@ -107,14 +109,16 @@ class LinkAcceptor:
             async with asyncio.timeout(self._settings.open_timeout_s):
                 message = await anext(incoming)
         except (TimeoutError, StopAsyncIteration):
-            await _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "no hello came")
+            await self._refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "no hello came")
         if message.WhichOneof("kind") != "hello":
-            await _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "a link begins with its hello")
+            await self._refuse(
+                context, grpc.StatusCode.INVALID_ARGUMENT, "a link begins with its hello"
+            )
         hello = message.hello
         if hello.receiver_incarnation != self._me.incarnation:
             # Which one is here goes back, so that the dialer can tell a restart from a refusal.
             context.set_trailing_metadata(((INCARNATION_METADATA, self._me.incarnation),))
-            await _refuse(
+            await self._refuse(
                 context,
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"incarnation {self._me.incarnation} is here",
@@ -123,17 +127,23 @@ class LinkAcceptor:
             sender = peer_from_wire(hello.sender)
             theirs = layout_from_wire(hello.layout)
         except PdserveError as error:
-            await _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, error.message)
+            await self._refuse(context, grpc.StatusCode.INVALID_ARGUMENT, error.message)
         obstacle = self._settings.obstacle(theirs)
         if obstacle is not None:
-            await _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, obstacle)
+            await self._refuse(context, grpc.StatusCode.FAILED_PRECONDITION, obstacle)
         if self._is_closed:
-            await _refuse(context, grpc.StatusCode.UNAVAILABLE, "stopping")
+            await self._refuse(context, grpc.StatusCode.UNAVAILABLE, "stopping")
         if len(self._links) >= MAX_LINKS and sender.incarnation not in self._links:
-            await _refuse(
+            await self._refuse(
                 context, grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_LINKS} links are open"
             )
         return sender
+
+    async def _refuse(self, context: Context, code: grpc.StatusCode, why: str) -> NoReturn:
+        self.num_refused += 1
+        logger.warning("link refused: %s", why)
+        await context.abort(code, why)
+        raise AssertionError("abort raises")
 
     def _replace(self, link: Link) -> None:
         # The sender keeps one link to us: if it dials again, it has lost the one we still hold.
@@ -147,9 +157,3 @@ class LinkAcceptor:
             await link.open_channel(RECEIVER)
         except HandoffFailed:
             return  # the link is closed with the reason
-
-
-async def _refuse(context: Context, code: grpc.StatusCode, why: str) -> NoReturn:
-    logger.warning("link refused: %s", why)
-    await context.abort(code, why)
-    raise AssertionError("abort raises")

@@ -1,5 +1,7 @@
 """The plan: memory and tokens of KV by hand-made sums, and what it refuses."""
 
+import dataclasses
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -7,9 +9,10 @@ from transformers import AutoModelForCausalLM
 from cluster import config as deploy_config
 from cluster.config import Device, Dtype, PoolConfig, Role
 from cluster.errors import StartupError, UnsupportedModel
-from deploy import plan
+from deploy import control_actor, model_shape, plan
 from deploy.fit import Node
-from deploy.model_shape import count_parameters, read_shape
+from deploy.model_shape import count_parameters, read_shape, stated_layout
+from tests.cluster.model.test_families import SERVED, write_model
 from tests.factories_model import write_tiny_llama
 
 KV_BYTES = 2 * 2 * 2 * 16 * 4
@@ -46,6 +49,49 @@ def test_kv_is_what_a_worker_makes_of_it(tiny):
     assert shape.token_bytes(pool()) == loaded.layout(16).token_bytes == KV_BYTES
     assert shape.token_bytes(pool(kv_dtype=Dtype.BF16)) == KV_BYTES // 2
     assert shape.max_model_len == loaded.max_model_len
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "phi3", "mixtral", "gpt2"])
+def test_what_a_config_states_of_kv_is_what_a_worker_makes_of_it(family, tmp_path):
+    from cluster.model.loader import load_model
+
+    write_model(tmp_path, family, SERVED[family])
+    stated = stated_layout(str(tmp_path))
+    layout = load_model(tmp_path, dtype=Dtype.FP32, device="cpu").layout(16)
+    assert stated["num_layers"] == layout.num_layers == 2
+    assert stated.items() <= dataclasses.asdict(layout).items()
+    assert ("num_kv_heads" in stated) is (family != "gpt2"), "its config has no such entry"
+
+
+def test_nothing_is_stated_where_there_is_no_config(tmp_path, monkeypatch):
+    """Nor is any fetched: a control plane waits for no network."""
+
+    def fetch(hub_id):
+        raise AssertionError(f"{hub_id} is fetched")
+
+    monkeypatch.setattr(model_shape, "_fetch", fetch)
+    assert stated_layout(str(tmp_path)) == {}
+    assert stated_layout("/nowhere") == {}
+    assert stated_layout("nobody/has-this-model") == {}
+
+
+async def test_the_control_plane_is_told_the_models_shape(tiny, tmp_path, monkeypatch):
+    servers = []
+
+    class Server:
+        def __init__(self, config, clock, *, settings):
+            servers.append(settings)
+
+        async def start(self, host, port):
+            pass
+
+    for name in ("log_to_file", "pin_process", "keep_what_start_made"):
+        monkeypatch.setattr(control_actor, name, lambda *_: None)
+    monkeypatch.setattr(control_actor, "ControlServer", Server)
+    monkeypatch.delattr(control_actor.ControlReplica, "__del__")
+    replica = object.__new__(control_actor.ControlReplica)
+    await replica.__init__(tree(tiny), str(tiny), str(tmp_path))
+    assert servers[0].model_layout == {"num_layers": 2, "num_kv_heads": 2, "head_dim": 16}
 
 
 def test_bytes_become_whole_blocks(tiny):

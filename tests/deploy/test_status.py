@@ -60,6 +60,7 @@ def test_a_worker_is_shown_with_its_blocks_by_state():
     shown = [row[state] for state in ("free", "cached", "held", "importing", "fenced")]
     assert shown == ["30", "20", "10", "3", "1"]
     assert (row["waiting"], row["queued"]) == ("4", "99")
+    assert row["transport"] == "torch_dist", "as configured, before anything has moved"
 
 
 def test_a_worker_that_drains_is_shown_so():

@@ -205,7 +205,8 @@ async def test_a_pickle_is_read_by_nobody(cluster, tmp_path):
 
 
 async def test_an_old_incarnation_and_another_layout_get_no_link(cluster):
-    """CASES S-13, P-23: who means another worker, or other blocks, is refused."""
+    """CASES S-13, P-23: who means another worker, or other blocks, is refused, and counted."""
+    refused = await counter(cluster, "links_refused")
     with pytest.raises(WorkerLost):
         async with (await stranger_of(cluster, incarnation="an older one")).link():
             pass
@@ -214,6 +215,7 @@ async def test_an_old_incarnation_and_another_layout_get_no_link(cluster):
     with pytest.raises(HandoffFailed, match="num_layers"):
         async with (await stranger_of(cluster, layout=other)).link():
             pass
+    await until_counted(cluster, "links_refused", refused + 2)
 
 
 async def test_a_payload_of_another_size_loses_its_link_and_nothing_else(cluster, prompts):

@@ -116,6 +116,7 @@ def test_a_full_decode_pool_lets_everybody_through(preemption, tiny_llama, tmp_p
         # STEP 3: C waits, and has nothing.
         c = waits.stream(cluster.grpc, 2, deadline_s=60)
         wait_until(lambda: cluster.view().num_waiting == 1, 5, "C does not wait")
+        assert report_of(cluster, "decode-0").blocks.importing == 18, "B's alone"
         assert (a.ended_at, b.ended_at) == (0, 0)
         # STEP 4: B goes on.
         decode.set(slow_steps(0.02))

@@ -33,6 +33,22 @@ from tests.lifecycle.states import (
 )
 
 
+async def test_a_queued_prompt_holds_no_decode_memory():
+    """CASES P-16: both legs are there, the prompt waits for its first step, and so long as it does
+    the decode worker reserves nothing."""
+    pair = Pair()
+    await queued(pair)
+    for _ in range(3):
+        await pair.settle()
+        pair.pass_time(PATIENCE_S)
+    assert len(pair.prefill.book) == len(pair.decode.book) == 1
+    assert pair.d_pool.num_free == pair.d_pool.num_blocks
+    await pair.step_prefill()
+    assert pair.d_pool.counts().importing > 0, "what is asserted above would be seen"
+    await pair.run_dry()
+    pair.assert_idle()
+
+
 async def test_an_offer_that_finds_no_room_is_refused_after_a_short_patience():
     """CASES P-16: no decode memory is held for it, and its sender knows where it stands."""
     pair = Pair()

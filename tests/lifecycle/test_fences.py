@@ -209,6 +209,34 @@ async def test_what_was_announced_is_sent_as_it_was(is_fenced, state):
     await pair.run_dry()
 
 
+async def test_what_is_read_of_fifty_aborts_in_a_row(is_fenced):
+    """CASES P-21, mirror: each time the next one computes over what is still to be read."""
+    pair = Pair(p_blocks=10)
+    if not is_fenced:
+        take_out_the_fence(pair)
+    num_wrong = 0
+    for round_number in range(ROUNDS):
+        late, following = f"late{round_number}", f"next{round_number}"
+        pair.wire.released.clear()
+        pair.wire.holds_bytes = True
+        num_before = len(pair.wire.sent)
+        pair.start(late)
+        await pair.step_prefill(1 + round_number % 2)
+        pair.prefill.abort_leg(make_key(late), AbortCause.CANCELLED)
+        leg = pair.leg(LegKind.PREFILL, following, num_prompt_tokens=34, handoff_id="", peer=None)
+        pair.prefill.start_leg(leg, pair.p_sink)
+        await pair.step_prefill(6)
+        pair.wire.let_go()
+        await pair.settle()
+        sent = [block for segment in pair.wire.sent[num_before:] for block in segment]
+        assert sent, "nothing was under way"
+        num_wrong += sent != kv_of(pair, late)[: len(sent)]
+        await pair.run_dry()
+    assert num_wrong == (0 if is_fenced else ROUNDS)
+    if is_fenced:
+        pair.assert_idle()
+
+
 async def preempted_while_unread(pair: Pair) -> None:
     """An older sequence of the same engine takes our prompt's blocks while the link waits."""
     older = make_sequence("older", num_prompt_tokens=4, max_tokens=60, arrived=pair.clock.now())

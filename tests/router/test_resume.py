@@ -18,6 +18,7 @@ from cluster.handoff import AbortCause
 from cluster.lifetime import LegTimes
 from cluster.request import MAX_PREEMPTIONS, FinishReason, LegKind
 from router.events import Delta, Finish
+from tests.router.doors import Doors, events_of, grpc_request, open_doors
 from tests.router.fakes import FakeCluster, make_router, metric, until
 from tests.router.reading import finished, read, start
 
@@ -74,6 +75,42 @@ async def test_a_decode_worker_that_dies_in_mid_stream_is_replaced():
     assert metric(service, "pdserve_generated_tokens_total") == 5
     assert metric(service, "pdserve_repeated_tokens_total") == 0
     await finished(service, cluster)
+
+
+async def over_http(doors: Doors, given) -> int:
+    return (await doors.post(given)).json()["pdserve"]["num_resumed"]
+
+
+async def over_http_streamed(doors: Doors, given) -> int:
+    events = events_of((await doors.post({**given, "stream": True})).text)
+    (told,) = (data["pdserve"] for _, data in events if "pdserve" in data)
+    return told["num_resumed"]
+
+
+async def over_grpc(doors: Doors, given) -> int:
+    return (await doors.once(given)).choices[0].num_resumed
+
+
+async def over_grpc_streamed(doors: Doors, given) -> int:
+    *_, last = [message async for message in doors.stub.Generate(grpc_request(given))]
+    return last.num_resumed
+
+
+@pytest.mark.parametrize("ask", [over_http, over_http_streamed, over_grpc, over_grpc_streamed])
+async def test_the_answer_says_that_it_was_resumed_without_a_timeline(ask):
+    """P-20."""
+    cluster = FakeCluster()
+    cluster.route.pairs = [("p0", "d0"), ("p1", "d1")]
+    async with open_doors(make_router(cluster)) as doors:
+        asking = asyncio.create_task(ask(doors, {"prompt": "hello", "max_tokens": 2}))
+        prefill, decode = await cluster.started("p0", "d0")
+        prefill.say(A, ends=True)
+        decode.say(A)
+        decode.die()
+        prefill, decode = await cluster.started("p1", "d1")
+        prefill.say(B, start=1, ends=True)
+        decode.say(B, start=1, finish=FinishReason.LENGTH)
+        assert await asking == 1
 
 
 async def test_preemptions_are_counted_over_all_workers_and_attempts():

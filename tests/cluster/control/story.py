@@ -10,10 +10,10 @@ SETTINGS = ControlSettings()
 class Story:
     """A planner, its time, and workers that report what they are told to."""
 
-    def __init__(self, *pools, counts=None, **scheduling):
+    def __init__(self, *pools, counts=None, settings=SETTINGS, **scheduling):
         self.config = make_config(*pools, **scheduling)
         self.now = 1000.0
-        self.planner = Planner(self.config, term=7, settings=SETTINGS, now=self.now)
+        self.planner = Planner(self.config, term=7, settings=settings, now=self.now)
         self.planner.router_joined("a", "a-1", self.now)
         self.workers = {}
         for pool in self.config.pools:

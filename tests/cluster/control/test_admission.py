@@ -49,6 +49,10 @@ def refusal(story, stranger):
             {"layout": make_layout(block_size=8).describe()},
             "layout.block_size: 16 in the deploy file, 8 at the worker",
         ),
+        (
+            {"layout": make_layout(num_shards=2).describe()},
+            "layout.num_shards: 1 in the deploy file, 2 at the worker",
+        ),
         ({"layout": ""}, "layout: not the fields"),
         ({"layout": make_layout().describe().replace("fp32", "int3")}, "layout.dtype: not one of"),
     ],
@@ -68,7 +72,6 @@ def test_a_worker_that_its_pool_does_not_describe_is_refused(changes, message):
         ("num_kv_heads", 1, 2),
         ("head_dim", 8, 16),
         ("model_fingerprint", "f", "g"),
-        ("num_shards", 1, 2),
     ],
 )
 def test_what_no_conversion_bridges_must_agree_between_pools(field, ours, theirs):
@@ -77,6 +80,21 @@ def test_what_no_conversion_bridges_must_agree_between_pools(field, ours, theirs
     stranger = registration(story.config.pool("decode"), **{field: theirs})
     message = refusal(story, stranger)
     assert message == f"layout.{field}: {ours} at the other workers, {theirs} at this one"
+
+
+@pytest.mark.parametrize("field", ["num_layers", "num_kv_heads", "head_dim"])
+def test_whoever_comes_first_is_held_to_the_models_shape(field):
+    """P-22: it is not the right ones, who come later, that are refused."""
+    shape = {"num_layers": 2, "num_kv_heads": 1, "head_dim": 8}
+    settings = dataclasses.replace(SETTINGS, model_layout=shape)
+    story = Story(counts={"prefill": 0, "decode": 0}, settings=settings)
+    prefill, decode = (story.config.pool(name) for name in ("prefill", "decode"))
+    message = refusal(story, registration(prefill, **{field: 16}))
+    assert message == f"layout.{field}: {shape[field]} in the model's config.json, 16 at the worker"
+    assert [refused.reason for refused in story.view().refused] == [message]
+    story.join(registration(prefill, index=1))
+    story.join(registration(decode))
+    assert len(story.view().workers) == 2
 
 
 @pytest.mark.parametrize(

@@ -154,9 +154,9 @@ def test_a_role_that_a_pool_does_not_fit_is_refused_with_the_key():
     with pytest.raises(InvalidRequest, match=r"role prefill: pools\.both\.gpus_per_worker: NCCL"):
         story.planner.take_order("both-0", Role.PREFILL, story.now)
     told = make_registration(shared, 0, role=Role.PREFILL, pool_role=Role.MIXED)
-    assert "gpus_per_worker" in objection(story.config, told, [])
+    assert "gpus_per_worker" in objection(story.config, told, [], {})
     free = dataclasses.replace(story.config, transport=TransportKind.AUTO)
-    assert objection(free, dataclasses.replace(told, transport="auto"), []) is None
+    assert objection(free, dataclasses.replace(told, transport="auto"), [], {}) is None
 
 
 def test_a_pool_s_role_is_still_the_deploy_files():
@@ -164,7 +164,7 @@ def test_a_pool_s_role_is_still_the_deploy_files():
     pool = two_pools()[0]
     wrong = make_registration(pool, role=Role.PREFILL, pool_role=Role.DECODE)
     story = Story()
-    assert objection(story.config, wrong, []) == (
+    assert objection(story.config, wrong, [], {}) == (
         "role: prefill in the deploy file, decode at the worker"
     )
 

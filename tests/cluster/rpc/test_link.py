@@ -78,6 +78,9 @@ async def test_another_incarnation_is_a_lost_worker(make_world: MakeWorld):
     world = await make_world()
     with pytest.raises(WorkerLost, match="d-1 is here"):
         await world.dialer().link_to(replace(world.peer, incarnation="d-0"), LONG_S)
+    assert world.acceptor.num_refused == 1
+    await world.dialer().link_to(world.peer, LONG_S)
+    assert world.acceptor.num_refused == 1
 
 
 async def test_nobody_at_the_address_is_a_lost_worker(make_world: MakeWorld):

@@ -7,13 +7,22 @@ import os
 import secrets
 import socket
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from cluster.transport import shm
 from cluster.transport.base import PeerLost, TransportError
-from cluster.transport.shm import PIECE_BYTES, RING_BYTES, SLOT_BYTES, _accept, _receive_memory
+from cluster.transport.shm import (
+    PIECE_BYTES,
+    RING_BYTES,
+    SLOT_BYTES,
+    ShmTransport,
+    _accept,
+    _map,
+    _receive_memory,
+)
 from cluster.transport.staging import TRAILER_BYTES
 
 if TYPE_CHECKING:
@@ -50,6 +59,24 @@ def test_what_is_no_ring_is_refused_and_its_descriptor_closed(make: Callable[[],
             _receive_memory(ours)
         assert len(os.listdir("/proc/self/fd")) == num_open
         os.close(sent)
+
+
+def test_the_ring_is_in_memory_before_a_byte_is_written():
+    """Prefaulted at either end: a transfer finds every page there."""
+    memory = ShmTransport().make_memory()
+    try:
+        rings = [_map(memory) for _ in range(2)]
+        assert [resident_bytes(ring.data_ptr()) for ring in rings] == [RING_BYTES] * 2
+    finally:
+        os.close(memory)
+
+
+def resident_bytes(address: int) -> int:
+    """Of the mapping that begins there: what this process would not have to fault in."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    next(line for line in lines if line.startswith(f"{address:x}-"))
+    rss = next(line for line in lines if line.startswith("Rss:"))
+    return int(rss.split()[1]) << 10
 
 
 def test_a_peer_that_sends_no_memory_is_lost():
