@@ -50,6 +50,8 @@ _RAY_ENVIRONMENT = {
     # Ray's workers run at niceness 15 otherwise, behind every other process of the machine.
     "RAY_worker_niceness": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
+    # Whoever fails Serve's checks has nothing left that could drain, or does not hear of it.
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }

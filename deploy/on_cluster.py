@@ -184,7 +184,12 @@ def _wait_until_ready(
         # Most are up before any node need be asked.
         is_long |= watch.still_s >= _QUIET_S
         works = functools.partial(loading.works, now)
-        watch.look(waits_for, bounded("Ray", _SILENT_S, works) if is_long else {}, now)
+        # An app that Serve has built gets on, though nobody answers yet.
+        watch.look(
+            f"{waits_for}; {host.unfinished()}",
+            bounded("Ray", _SILENT_S, works) if is_long else {},
+            now,
+        )
         failure = host.failure() or host.start_failure()
         if failure is not None:
             raise failure

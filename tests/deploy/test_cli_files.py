@@ -1,10 +1,14 @@
-"""The commands about deploy files that start nothing."""
+"""The commands about deploy files that start nothing, and those that are refused before they do."""
+
+import subprocess
 
 import pytest
 import yaml
 
 from deploy import cli
-from tests.e2e.plain_cluster import REPO
+from deploy.run_state import RunState
+from tests.e2e.plain_cluster import REPO, free_ports
+from tests.e2e.ray_cluster import PDSERVE
 
 TRIAL = str(REPO / "deploy" / "configs" / "trial.yaml")
 
@@ -22,6 +26,30 @@ def test_no_wider_door_without_an_address_and_a_token(host, capsys):
     """S-16: refused before anything starts, with what is missing."""
     assert cli.main(["build", TRIAL, "--set", f"endpoints.host='{host}'"]) == 1
     assert "endpoints.host" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [("serve", "--config"), ("deploy",)])
+@pytest.mark.parametrize(
+    ("host", "remedy"),
+    [
+        ("0.0.0.0", "use 127.0.0.1, or name the head node's address"),
+        ("192.0.2.7", "set security.cluster_token_file, or use 127.0.0.1"),
+    ],
+)
+def test_nothing_starts_on_a_wider_door_without_a_token(host, remedy, command):
+    """S-16: exit code 1, one line with the remedy, and no run folder."""
+    (port,) = free_ports(1)
+    changes = f"endpoints.host='{host}'", f"endpoints.control_port={port}"
+    options = [word for change in changes for word in ("--set", change)]
+    done = subprocess.run(
+        [*PDSERVE, *command, TRIAL, *options],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"pdserve: endpoints.host: {host} "), done.stderr
+    assert remedy in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not RunState(port).folder.exists()
 
 
 def test_a_pool_that_no_gpu_holds_is_a_failure_of_its_plan(tmp_path, capsys):

@@ -85,6 +85,25 @@ def test_ray_is_asked_for_what_a_pool_names():
     }
 
 
+def test_serve_misses_a_silent_worker_in_time_and_none_that_was_only_paused():
+    """It gives up after so many checks in a row that nobody has answered, by its own constant."""
+    constants = pytest.importorskip("ray.serve._private.constants")
+    build_app = pytest.importorskip("deploy.build_app")
+    config = deploy_config.from_tree({"pools": [{"name": "a", "role": "mixed"}]})
+    arguments = {"config": deploy_config.to_tree(config), "model_path": "/m", "run_dir": ""}
+    router = build_app.build(arguments)._bound_deployment
+    parts = [router, *(app._bound_deployment for app in router.init_args[3:])]
+    missed_s = {
+        part.name: constants.REPLICA_HEALTH_CHECK_UNHEALTHY_THRESHOLD
+        * part._deployment_config.health_check_timeout_s
+        for part in parts
+    }
+    # The pool is whole again in 30 s, of which another one takes some to start.
+    assert 10.0 < missed_s.pop("a") < 15.0
+    # The control plane may be paused for 15 s.
+    assert missed_s == {"control": 30.0, "router": 30.0}
+
+
 @pytest.mark.parametrize(
     ("path", "name"),
     [("trial", "SmolLM2-135M-Instruct"), ("owner/name", "owner/name"), ("/models/mine/", "mine")],

@@ -148,6 +148,16 @@ def test_a_first_deployment_waits_for_no_predecessors(deploy, monkeypatch):
     assert at < 60.0
 
 
+def test_an_app_that_serve_has_built_gets_on_though_nobody_answers_yet(deploy, monkeypatch):
+    """A slow machine builds it in 15 s, and starts the control plane in as many."""
+    parts = iter(["not told yet"] * 15 + ["{'control': 'UPDATING'}"] * 10_000)
+    monkeypatch.setattr(on_cluster, "missing", lambda config: "the control plane does not answer")
+    monkeypatch.setattr(FakeHost, "unfinished", lambda self: next(parts))
+    message, at = deploy()
+    assert message.startswith("not ready, and nothing has moved for 20 s")
+    assert at > on_cluster.STUCK_S + 15 * on_cluster._POLL_S / 2
+
+
 def taken(config):
     raise StartupError("port 8000 is taken")
 

@@ -10,6 +10,7 @@ import yaml
 
 from cluster import config as deploy_config
 from tests.e2e.plain_cluster import REPO
+from tests.e2e.ray_nodes import ENVIRONMENT
 
 FOLDER = REPO / "deploy" / "ray"
 FILES = sorted(FOLDER.glob("*.yaml"))
@@ -57,6 +58,14 @@ def test_ray_asks_for_its_token_and_has_no_dashboard(path):
         assert "--dashboard-host" not in command
         assert "--head" not in command or "--include-dashboard=False" in command
     assert any(remote.endswith("/.ray/auth_token") for remote in tree["file_mounts"])
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_head_has_what_serve_shall_go_by(path):
+    """Serve's controller reads it there: whoever fails its checks is ended, not asked to drain."""
+    (start,) = [c for c in commands_of(read(path)) if "ray start --head" in c]
+    serve = "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS"
+    assert f"{serve}={ENVIRONMENT[serve]}" in start.split("ray start --head")[0]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -29,10 +29,12 @@ BESIDE_ANOTHER_RAY = _NOT_ALWAYS | {"python monitor", "python dashboard"}
 _SETTLE_S = 60.0
 
 
-def rows() -> list[tuple[str, str, str, str]]:
-    """The table of ports: process, port, address, reason."""
+def rows(*, of_ray: bool = True) -> list[tuple[str, str, str, str]]:
+    """The table of ports, on Ray or of what runs without it: process, port, address, reason."""
     section = README.read_text().split("## Ports", 1)[1].split("\n## ", 1)[0]
-    found = re.findall(r"^\| `([^`]+)` \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", section, re.M)
+    tables = section.split("\nWithout Ray ", 1)
+    table = tables[0 if of_ray else 1]
+    found = re.findall(r"^\| `([^`]+)` \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", table, re.M)
     assert all(reason.strip() for *_, reason in found)
     return found
 

@@ -126,7 +126,12 @@ def test_a_lost_node_costs_nobody_a_token(role, deployed, prompts):
         pids = {view.worker.pid for view in alive(deployed, role)}
         return len(pids) == 2 and victim.worker.pid not in pids
 
-    wait_until(is_whole, WHOLE_S, "the pool is not whole")
+    try:
+        # Each look takes time of the cores that the new worker needs to start.
+        wait_until(is_whole, WHOLE_S, "the pool is not whole", pace_s=0.5)
+    except AssertionError as error:
+        error.add_note(deployed.nodes.serve_log())
+        raise
     assert time.monotonic() - lost_at < WHOLE_S
     assert others < {view.worker.pid for view in view_of(deployed).workers}, "others died too"
     wait_until(lambda: is_quiet(deployed), 20, "blocks are leaked")
