@@ -1,9 +1,10 @@
-"""What the processes of a ``process_cluster`` run."""
+"""What the processes of clusters run that are forked from one which has imported everything."""
 
 from __future__ import annotations
 
 import asyncio
 import faulthandler
+import multiprocessing
 import os
 import signal
 import sys
@@ -17,6 +18,10 @@ from router.ingress import Ingress
 
 if TYPE_CHECKING:
     from cluster.config import DeployConfig
+
+
+forks = multiprocessing.get_context("forkserver")
+forks.set_forkserver_preload([__name__])
 
 
 def in_child(target, arguments, out: str) -> None:

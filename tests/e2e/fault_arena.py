@@ -28,7 +28,7 @@ are sent in three segments."""
 NUM_LONG = 80
 NUM_ROUNDS = 5
 """In which every worker of an arena gets something to do."""
-NUM_CANARY, NUM_CANARY_TOKENS = 40, 6
+NUM_CANARY, NUM_CANARY_TOKENS, NUM_BYSTANDER_TOKENS = 40, 6, 200
 DEADLINE_S = 15.0
 LATE_S = 1.0
 """No request may end so long after its deadline."""
@@ -112,7 +112,10 @@ class Arena:
         prompts, number = self._matrix.prompts_of(cell)
         address = cluster.routers[router].grpc
         victim = Stream(address, prompts.prompts[number], NUM_TOKENS, deadline_s=DEADLINE_S)
-        bystander = self._matrix.bystander(address)
+        (other,) = {*cluster.routers} - {router}
+        bystanders = self._matrix.bystanders_of(cell)
+        beside = other if cell.kills_router else router
+        bystander = bystanders.ask(cluster.routers[beside].grpc)
         outcome = "FAILED"
         try:
             scene = Scene(cluster, router)
@@ -121,7 +124,7 @@ class Arena:
             self._check_left(cell, pids, is_last=is_last)
             prompts.check(number, victim, is_whole=not cell.may_fail)
             if bystander.started_at:
-                self._matrix.bystanders.check(0, bystander)
+                bystanders.check(0, bystander)
             assert victim.seconds < DEADLINE_S + LATE_S, "it hung past its deadline"
             assert not cell.is_left or victim.error == "cancelled", "it ended before it left"
             outcome = victim.error.removesuffix("_exceeded") or "ok"
@@ -135,12 +138,14 @@ class Arena:
             cluster.wait_quiet(knows_all=False)
         else:
             cluster.wait_quiet(FORGOTTEN_S if cell.is_forgotten_late else 10)
-        canaries = [self._matrix.canary(doors.grpc) for doors in cluster.routers.values()]
+        ask = self._matrix.canaries.ask
+        canaries = [ask(doors.grpc) for doors in cluster.routers.values()]
         for canary in canaries:
             canary.start()
         for canary in canaries:
             canary.wait_end()
             self._matrix.canaries.check(0, canary)
+            self._matrix.canaries.check_text(canary)
         changed = {name for name, pid in pids.items() if cluster.pid(name) != pid}
         assert len(changed) == cell.kills, f"{changed} were replaced"
         for worker in cluster.view().workers:
@@ -174,7 +179,10 @@ class Matrix:
         self._folders = folders
         self._folders_lock = threading.Lock()
         self.canaries = Prompts(model, 1, num_prompt=NUM_CANARY, num_tokens=NUM_CANARY_TOKENS)
-        self.bystanders = Prompts(model, 1, num_prompt=NUM_CANARY, num_tokens=1)
+        self._bystanders = {
+            num: Prompts(model, 1, num_prompt=NUM_CANARY, num_tokens=num)
+            for num in (1, NUM_BYSTANDER_TOKENS)
+        }
         self._prompts: dict[Cell, tuple[Prompts, int]] = {}
         for kind in NUM_CLUSTERS:
             self._give_prompts([cell for cell in chosen if cell.transport is kind])
@@ -223,13 +231,9 @@ class Matrix:
         """The cell's prompt, as a number of some."""
         return self._prompts[cell]
 
-    def canary(self, address: str) -> Stream:
-        """A request that every cell asks again; not started."""
-        return Stream(address, self.canaries.prompts[0], NUM_CANARY_TOKENS)
-
-    def bystander(self, address: str) -> Stream:
-        """A request for one token, which needs no decode worker; not started."""
-        return Stream(address, self.bystanders.prompts[0], 1)
+    def bystanders_of(self, cell: Cell) -> Prompts:
+        """One for one token, which needs no decode worker; or a stream that a router outlasts."""
+        return self._bystanders[NUM_BYSTANDER_TOKENS if cell.kills_router else 1]
 
     def make_config(self):
         """Two workers of each kind, short leases, digests on."""

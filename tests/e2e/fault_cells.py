@@ -225,10 +225,14 @@ class Cell:
         return 2 if is_second or is_again else 1
 
     @property
+    def kills_router(self) -> bool:
+        """Whether the victim's router dies."""
+        return (self.row.component, self.row.fault) == ("router", "kill")
+
+    @property
     def may_fail(self) -> bool:
         """Only whoever loses his own router or leaves may see that."""
-        row = self.row
-        return (row.component, row.fault) == ("router", "kill") or self.is_left
+        return self.kills_router or self.is_left
 
     @property
     def kills(self) -> bool:

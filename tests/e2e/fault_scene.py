@@ -49,11 +49,11 @@ class Scene:
     def play(self, cell: Cell, victim: Stream, bystander: Stream) -> None:
         """Bring the victim into the cell's state, do the fault, and wait for the victim's end.
 
-        ``bystander`` is another request at the same router, for faults of messages that the
-        victim's state does not depend on.
+        ``bystander`` is another request: at the same router, for faults of messages that the
+        victim's state does not depend on, or at the other one where the router dies.
         """
         plays: dict[Kind, Callable[[Cell, Stream], None]] = {
-            Kind.PROCESS: self._break_process,
+            Kind.PROCESS: lambda cell, victim: self._break_process(cell, victim, bystander),
             Kind.CLIENT: self._leave,
             Kind.LINK: self._break_link,
             Kind.MESSAGE: self._break_message,
@@ -270,10 +270,20 @@ class Scene:
 
     # ---- processes
 
-    def _break_process(self, cell: Cell, victim: Stream) -> None:
+    def _break_process(self, cell: Cell, victim: Stream, bystander: Stream) -> None:
+        # Whoever decodes makes steps, of which some states hold one; its first token needs none.
+        is_first = STATES[cell.state].point is not Point.STEP and cell.state != "committed"
+        if cell.kills_router and is_first:
+            self._extra = (SLOW_STEPS,)
+            bystander.start()
+            bystander.wait_tokens(2)
         served = self._num_legs()
         holder = self._enter(cell.state, victim)
         target = self._target(cell, holder, served)
+        if cell.kills_router and not is_first:
+            bystander.start()
+            bystander.wait_tokens(1)
+        assert not bystander.ended_at, "the stream at the other router is over"
         if cell.row.fault == "stop":
             with self._cluster.stopped(target):
                 for name in (self._router, *self._cluster.pools):
@@ -283,6 +293,8 @@ class Scene:
         else:
             self._cluster.kill(target)
         self._release()
+        if cell.kills_router:
+            bystander.wait_end()
         if target == CONTROL and cell.row.fault == "kill":
             self._cluster.restart(CONTROL)
 

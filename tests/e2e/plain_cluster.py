@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-import json
 import os
 import random
 import signal
@@ -41,6 +40,7 @@ from router.ingress import Ingress
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from multiprocessing.process import BaseProcess
 
     from cluster.control.facts import ClusterView
 
@@ -140,14 +140,43 @@ def is_view_quiet(view: ClusterView, *, knows_all: bool = True) -> bool:
     )
 
 
+class Fork:
+    """A forked process, as ``subprocess`` has those that are not."""
+
+    def __init__(self, process: BaseProcess) -> None:
+        self._process = process
+        self.pid = process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self, timeout: float) -> None:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout)
+
+
 class PlainCluster:
     """Started by ``plain_cluster``; knows its doors and its worker processes."""
 
-    def __init__(self, config: DeployConfig, model: Path, folder: Path) -> None:
+    def __init__(
+        self, config: DeployConfig, model: Path, folder: Path, *, is_forked: bool = True
+    ) -> None:
         self.config = config
         self.model = model
         self.folder = folder
-        self.workers: dict[str, subprocess.Popen[str]] = {}
+        self._is_forked = is_forked
+        self.workers: dict[str, Fork | subprocess.Popen[bytes]] = {}
         endpoints = config.endpoints
         self.http = http_url(config)
         self.grpc = f"{endpoints.host}:{endpoints.grpc_port}"
@@ -181,37 +210,36 @@ class PlainCluster:
 
     def start_worker(self, pool: str, worker_id: str) -> None:
         """Start one worker process; ``wait_ready`` waits for it."""
-        command = [
-            sys.executable, "-m", "deploy.worker_main",
+        arguments = [
             "--config", str(self.folder / "deploy.yaml"),
             "--pool", pool,
             "--worker-id", worker_id,
             "--model-path", str(self.model),
             "--control", self.control,
         ]  # fmt: skip
-        log = (self.folder / f"{worker_id}.log").open("a")
-        self.workers[worker_id] = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            cwd=REPO,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        log.close()
+        out = self._out(worker_id)
+        out.unlink(missing_ok=True)
+        run = _fork if self._is_forked else _run
+        self.workers[worker_id] = run(arguments, out)
 
-    def wait_ready(self, worker_id: str) -> dict[str, object]:
-        line = self.workers[worker_id].stdout.readline()
-        if not line:
-            raise RuntimeError((self.folder / f"{worker_id}.log").read_text()[-3000:])
-        return json.loads(line)
+    def wait_ready(self, worker_id: str, timeout_s: float = 90) -> None:
+        process, out = self.workers[worker_id], self._out(worker_id)
+
+        def is_ready() -> bool:
+            if process.poll() is not None:
+                raise RuntimeError(out.with_suffix(".log").read_text()[-3000:])
+            return out.exists() and out.read_text().endswith("\n")
+
+        wait_until(is_ready, timeout_s, f"{worker_id} is not ready")
+
+    def _out(self, worker_id: str) -> Path:
+        return self.folder / f"{worker_id}.out"
 
     def kill(self, worker_id: str) -> int:
         """SIGKILL a worker; returns its pid once it is gone."""
         process = self.workers.pop(worker_id)
         process.send_signal(signal.SIGKILL)
         process.wait(10)
-        process.stdout.close()
         return process.pid
 
     def view(self) -> ClusterView:
@@ -253,7 +281,32 @@ class PlainCluster:
         assert not late, f"{late} did not end when they were told to"
 
 
-def _has_ended(process: subprocess.Popen[str]) -> bool:
+def _fork(arguments: list[str], out: Path) -> Fork:
+    """Have a worker within a second or two: importing what it needs takes several."""
+    from tests.e2e import children  # whoever wants but a port from here loads no engine
+
+    process = children.forks.Process(
+        target=children.in_child,
+        args=(children.run_worker, (arguments,), str(out)),
+        daemon=True,
+    )
+    process.start()
+    return Fork(process)
+
+
+def _run(arguments: list[str], out: Path) -> subprocess.Popen[bytes]:
+    """Have one that has all of this process's environment, from its first import on."""
+    with out.open("wb") as told, out.with_suffix(".log").open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "deploy.worker_main", *arguments],
+            stdout=told,
+            stderr=log,
+            cwd=REPO,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+
+def _has_ended(process: Fork | subprocess.Popen[bytes]) -> bool:
     """Wait for a process that was told to end, and end it where it does not."""
     try:
         process.wait(20)
@@ -261,15 +314,16 @@ def _has_ended(process: subprocess.Popen[str]) -> bool:
         process.kill()
         process.wait(10)
         return False
-    finally:
-        process.stdout.close()
     return True
 
 
 @contextlib.contextmanager
-def running(config: DeployConfig, model: Path, folder: Path) -> Iterator[PlainCluster]:
-    """Run a cluster for the time of a ``with``."""
-    cluster = PlainCluster(config, model, folder)
+def running(
+    config: DeployConfig, model: Path, folder: Path, *, is_forked: bool = True
+) -> Iterator[PlainCluster]:
+    """Run a cluster for the time of a ``with``; its workers have this process's environment where
+    they are not forked."""
+    cluster = PlainCluster(config, model, folder, is_forked=is_forked)
     try:
         cluster.start()
         yield cluster

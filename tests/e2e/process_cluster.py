@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import multiprocessing
 import multiprocessing.connection
 import os
 import signal
@@ -52,9 +51,6 @@ _ANSWER_S = 20.0
 """For a process on a busy machine; one that is blocked takes longer."""
 _PACE_S = 0.03
 """Between two looks at a whole cluster, which cost its processes time."""
-
-_forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload([__name__])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +180,7 @@ class ProcessCluster:
             target, arguments = children.run_router, (config, self.model)
         else:
             target, arguments = self.target, (self._worker_arguments(name),)
-        process = _forks.Process(
+        process = children.forks.Process(
             target=children.in_child, args=(target, arguments, str(self._out(name))), daemon=True
         )
         process.start()

@@ -7,6 +7,8 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from tokenizers import Tokenizer
+
 from cluster.errors import PdserveError
 from deploy.client import Client
 from tests.e2e.reference import NEAR_TIE, Reference, greedy
@@ -43,6 +45,7 @@ class Stream(threading.Thread):
         self._client: Client | None = None
         self._has_come = threading.Condition()
         self.tokens: list[int] = []
+        self.text = ""
         self.times: list[float] = []
         """When each message with tokens came."""
         self.error = ""
@@ -82,6 +85,7 @@ class Stream(threading.Thread):
             if piece.token_ids:
                 self.times.append(time.monotonic())
             self.tokens.extend(piece.token_ids)
+            self.text += piece.text
             self.finish_reason = piece.finish_reason or self.finish_reason
             if piece.HasField("timeline"):
                 self.timeline = piece.timeline
@@ -124,6 +128,7 @@ class Prompts:
     ) -> None:
         """``first``: below 500, where sets shall have no prompt, and no first block, in common."""
         self.num_tokens = num_tokens
+        self._model = model
         self.prompts = [
             [5 + (number * 7 + i * (number + 3)) % 500 for i in range(num_prompt)]
             for number in range(first, first + count)
@@ -132,9 +137,13 @@ class Prompts:
 
     def stream(self, address: str, number: int, **options) -> Stream:
         """Start one of them."""
-        stream = Stream(address, self.prompts[number], self.num_tokens, **options)
+        stream = self.ask(address, number, **options)
         stream.start()
         return stream
+
+    def ask(self, address: str, number: int = 0, **options) -> Stream:
+        """One of them, not started."""
+        return Stream(address, self.prompts[number], self.num_tokens, **options)
 
     def check(
         self, number: int, stream: Stream, *, is_whole: bool = True, near_tie: float = NEAR_TIE
@@ -145,6 +154,11 @@ class Prompts:
             assert outcome == ("", self.num_tokens), f"{number}: {outcome} {stream.error_text}"
         at = self.reference.wrong_at(number, stream.tokens, near_tie)
         assert at is None, f"token {at} is wrong: {stream.tokens}"
+
+    def check_text(self, stream: Stream) -> None:
+        """CASES §0 C: byte for byte what its tokens say."""
+        tokenizer = Tokenizer.from_file(str(self._model / "tokenizer.json"))
+        assert stream.text.encode() == tokenizer.decode(stream.tokens).encode()
 
 
 class SteadyLoad:

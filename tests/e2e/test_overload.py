@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -16,7 +15,7 @@ import pytest
 
 from cluster.config import FaultsConfig, LimitsConfig, LocalPrefill, Role, SchedulingConfig
 from tests.e2e.plain_cluster import make_config, running, wait_until
-from tests.e2e.process_cluster import Faults, fault
+from tests.e2e.slow_steps import slow_steps
 
 pytestmark = pytest.mark.slow
 
@@ -122,20 +121,6 @@ def cluster(tiny_llama, tmp_path_factory):
         yield built
 
 
-@contextlib.contextmanager
-def slow_steps(cluster):
-    """The decode worker's, for the time of a ``with``."""
-    workers = [w.worker for w in cluster.view().workers]
-    switch = Faults(next(each.address for each in workers if each.role is Role.DECODE))
-    try:
-        switch.set(fault("delay", "engine.step", times=0, seconds=BURST_STEP_S))
-        yield
-        [num_fired] = switch.clear()
-        assert num_fired > 0
-    finally:
-        switch.close()
-
-
 def test_of_a_thousand_calls_the_queue_takes_what_it_holds_and_refuses_the_rest_at_once(cluster):
     """P-25: each excess call hears 429 or 503 and when to come back; the others are served."""
     address = address_of(cluster)
@@ -146,7 +131,7 @@ def test_of_a_thousand_calls_the_queue_takes_what_it_holds_and_refuses_the_rest_
     async def burst():
         return await asyncio.gather(*(client(address) for _ in range(NUM_CALLS)))
 
-    with slow_steps(cluster):
+    with slow_steps(cluster, "decode", BURST_STEP_S):
         cpu_began = time.process_time()
         clients = asyncio.run(burst())
         burst_ended = time.monotonic()

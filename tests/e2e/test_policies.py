@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.config import Batching, Policy, Preemption, Role, SchedulingConfig
+from cluster.config import Batching, FaultsConfig, Policy, Preemption, Role, SchedulingConfig
 from deploy.client import Client
 from tests.e2e.plain_cluster import make_config, running, wait_until, with_pool
+from tests.e2e.slow_steps import slow_steps
 
 PROMPTS = [[11 + 37 * i + j * j % 89 for j in range(8 + 9 * i)] for i in range(6)]
 NUM_TOKENS = 24
@@ -138,6 +139,8 @@ class Streamed(threading.Thread):
         return self.tokens
 
 
+STEP_S = 0.05
+"""So long a step takes where streams must outlast what is done meanwhile."""
 SCARCE = {
     # slots and tokens of whoever decodes; prompt and output of the low ones, and of the high one
     "slots": ({"max_num_seqs": 2}, (12, 900), (20, 8)),
@@ -174,16 +177,18 @@ def test_a_higher_tier_takes_what_streams_of_lower_ones_have(
     scheduling = replace(
         config.scheduling, policy=Policy.PRIORITY, preemption=preemption, aging_s=60.0
     )
-    with running(replace(config, scheduling=scheduling), tiny_llama, tmp_path) as cluster:
+    config = replace(config, scheduling=scheduling, faults=FaultsConfig(enabled=True))
+    with running(config, tiny_llama, tmp_path) as cluster:
 
         def decode():
             (worker,) = [w for w in cluster.view().workers if w.worker.pool == decoding]
             return worker.report
 
-        lows = [Streamed(cluster, *low_sizes, seed, "low") for seed in (1, 2)]
-        wait_until(lambda: decode().num_running == 2, 30, "the low ones run")
-        high = Streamed(cluster, *high_sizes, 3, "high")
-        assert high.result() == alone_high
+        with slow_steps(cluster, decoding, STEP_S):
+            lows = [Streamed(cluster, *low_sizes, seed, "low") for seed in (1, 2)]
+            wait_until(lambda: decode().num_running == 2, 30, "the low ones run")
+            high = Streamed(cluster, *high_sizes, 3, "high")
+            assert high.result() == alone_high
         assert [low.result() for low in lows] == alone
         assert high.first_at < min(low.ended_at for low in lows)
         assert high.ended_at < min(low.ended_at for low in lows)

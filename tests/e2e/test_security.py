@@ -61,7 +61,7 @@ def cluster(tiny_llama, unpickled, tmp_path_factory):
     config = make_config(tiny_llama, {"prefill": (Role.PREFILL, 1), "decode": (Role.DECODE, 1)})
     limits = dataclasses.replace(config.limits, max_streams_per_key=MAX_EVIL_CALLS)
     config = dataclasses.replace(config, auth=AuthConfig(keys_file=str(keys)), limits=limits)
-    with running(config, tiny_llama, folder) as cluster:
+    with running(config, tiny_llama, folder, is_forked=False) as cluster:  # for the hook
         yield cluster
 
 

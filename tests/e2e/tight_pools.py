@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from tests.e2e.streams import Prompts, Stream
 
 
-def slow_steps(seconds: float):
-    return fault("delay", "engine.step", times=0, seconds=seconds)
+def slow_steps(seconds: float, *, nth: int = 1):
+    """Each step from the ``nth`` on takes longer."""
+    return fault("delay", "engine.step", nth=nth, times=0, seconds=seconds)
 
 
 def pair(model, *, prefill_blocks: int, decode_blocks: int, **options):

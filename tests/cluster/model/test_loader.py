@@ -188,6 +188,12 @@ def test_a_model_that_runs_its_layers_in_another_order_is_refused(folder):
         probe(model, "fp32", torch.device("cpu"))
 
 
+packs = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bf16 on this CPU"
+)
+
+
+@packs
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 3, 64])
 def test_packed_layers_give_the_plain_product(has_bias, num_rows):
@@ -201,6 +207,18 @@ def test_packed_layers_give_the_plain_product(has_bias, num_rows):
     torch.testing.assert_close(model(x), plain, rtol=2**-6, atol=2**-6)
 
 
+def test_layers_stay_plain_where_the_cpu_has_no_kernels_for_them(monkeypatch, caplog):
+    def reorder(*_):
+        raise RuntimeError("bf16 path needs the cpu support avx512bw")
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", reorder)
+    model = nn.Sequential(nn.Linear(8, 8)).to(torch.bfloat16).requires_grad_(False)
+    assert packed.pack_linears(model) == 0
+    assert type(model[0]) is nn.Linear
+    assert "linear=plain layers=1 reason=operator failed: bf16 path" in caplog.text
+
+
+@packs
 def test_layers_stay_plain_where_a_packed_result_differs(monkeypatch, caplog):
     class Broken(packed.PackedLinear):
         def forward(self, x):
