@@ -22,7 +22,7 @@ from deploy.model_source import resolve_model
 from deploy.plan import with_kv_tokens
 from deploy.readiness import missing
 from deploy.run_state import RunState
-from deploy.start_watch import STUCK_S, StartWatch, work_of
+from deploy.start_watch import STUCK_S, StartWatch, work_of, work_on_app
 from deploy.stop_signals import StopSignals
 from router.auth import Keys
 from router.served import served_model
@@ -143,7 +143,8 @@ def _start(config: DeployConfig, host: ClusterHost, state: RunState, signals: St
     deadline = time.monotonic() + _READY_TIMEOUT_S
     watch = StartWatch()
     while waits_for := missing(config):
-        watch.look(waits_for, work_of(state.cores_dir), time.monotonic())
+        works = work_on_app(state.started(), [pool.name for pool in config.pools])
+        watch.look(waits_for, works | work_of(state.cores_dir), time.monotonic())
         failure = host.failure() or host.start_failure()
         if failure is not None:
             raise failure

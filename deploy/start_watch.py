@@ -13,16 +13,21 @@ from typing import TYPE_CHECKING
 import psutil
 
 from deploy.cores import holders
+from deploy.serve_config import APP_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
+
+    from deploy.processes import ProcessRef
 
 STUCK_S = 20.0
 """Without any of that: a start that stands still is over 60 s after it began."""
 _LEAST_WORK = 1.0
 """Twice of what an idle control plane does in that time."""
 _BYTES_PER_UNIT = 64 << 20
+_BUILDS = "build_serve_application"
+"""What Ray names a process by."""
 
 
 class StartWatch:
@@ -66,6 +71,22 @@ def work_of(cores_dir: Path) -> dict[str, float]:
     for place, holder in holders(cores_dir).items():
         with contextlib.suppress(psutil.Error):  # it may have ended
             found[f"{place} {holder.pid}"] = work(psutil.Process(holder.pid))
+    return found
+
+
+def work_on_app(processes: Iterable[ProcessRef], pools: Iterable[str]) -> dict[str, float]:
+    """Return what each process that builds Serve's app, or is a worker, has done so far.
+
+    A worker has a place only once it has loaded what it is made of.
+    """
+    parts = [_BUILDS, *(f"ServeReplica:{APP_NAME}:{pool}" for pool in pools)]
+    found = {}
+    for each in processes:
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(each.pid)
+            title = " ".join(process.cmdline())
+            if title.startswith("ray::") and any(part in title for part in parts):
+                found[str(each)] = work(process)
     return found
 
 

@@ -1,10 +1,13 @@
 """A start that stands still is told from one that takes its time."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 
-from deploy.start_watch import STUCK_S, StartWatch, work_of
+from deploy.processes import look_up
+from deploy.start_watch import STUCK_S, StartWatch, work_of, work_on_app
 
 WAITS = "pool decode: 0 of 1 workers registered"
 
@@ -63,3 +66,25 @@ def test_work_is_that_of_the_lease_holders(tmp_path):
     (tmp_path / "weights").write_bytes(bytes(16 << 20))
     (tmp_path / "weights").read_bytes()
     assert work_of(tmp_path)[holder] - before == pytest.approx(0.5, rel=0.5)
+
+
+@pytest.mark.parametrize(
+    ("title", "is_of_it"),
+    [
+        ("ray::ServeReplica:pdserve:decode", True),
+        ("ray::SERVE_REPLICA::pdserve#decode#wx16:ServeReplica:pdserve:decode.__init__", True),
+        ("ray::build_serve_application", True),
+        ("ray::ServeReplica:pdserve:control", False),  # it does a little for ever
+        ("ray::ServeReplica:other:decode", False),
+    ],
+)
+def test_workers_that_load_get_on_before_they_have_a_place(title, is_of_it):
+    command = [title, "-c", "print(flush=True); input()"]
+    with subprocess.Popen(
+        command, executable=sys.executable, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as part:
+        part.stdout.readline()
+        found = work_on_app([look_up(os.getpid()), look_up(part.pid)], ["prefill", "decode"])
+        part.communicate(b"\n")
+    assert [str(part.pid) in who for who in found] == [True] * is_of_it
+    assert all(done > 0.0 for done in found.values())

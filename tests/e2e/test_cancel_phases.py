@@ -67,8 +67,14 @@ def check_counted(before, after, phase: str | None, num_left: int) -> None:
         assert increase("aborted", phase=phase) == num_left
 
 
+STOPS = {"blocks": pytest.mark.faults}
+"""A process stands still there, for almost as long as it may."""
+
+
 @pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    "phase", [pytest.param(phase, marks=STOPS.get(phase, ())) for phase in PHASES]
+)
 def test_leaving_gives_everything_back(phase, door, cluster, canary):
     """CASES P-11: the work stops at once, Q holds, and a request as big as the pools is served."""
     cluster.wait_quiet()
