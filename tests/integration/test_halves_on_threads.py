@@ -199,7 +199,9 @@ class World:
             for at in [at for at in side.sink.tokens if at[0] == key]:
                 del side.sink.tokens[at]
         d.decode.start_leg(self.leg(LegKind.DECODE, key.request_id, handoff_id), d.sink)
-        self.p.prefill.redirect_leg(Redirect(key=key, handoff_id=handoff_id, peer=d.me))
+        told = max(side.sink.num_preemptions.get(key, 0) for side in self.ds)
+        redirect = Redirect(key=key, handoff_id=handoff_id, peer=d.me, num_preemptions=told)
+        self.p.prefill.redirect_leg(redirect)
 
     def disturb(self) -> None:
         what = self.dice.random()
