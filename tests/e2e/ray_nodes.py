@@ -28,6 +28,7 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
     "RAY_worker_niceness": "0",
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     "HF_HUB_OFFLINE": "1",
 }
 _STORE_BYTES = 80 << 20
