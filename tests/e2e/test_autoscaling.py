@@ -173,7 +173,7 @@ def test_full_blocks_raise_decode_though_slots_are_free(pools):
 
 def test_steps_longer_than_the_target_raise_decode_though_slots_are_free(pools):
     """Issue 6, point 5: each sequence adds 0.2 s to a step that may take 0.3 s. The worker takes
-    its last 50 steps for what it is, so that is seen later than a burst."""
+    its last 50 steps, or those of 3 s, for what it is, so that is seen later than a burst."""
     pools.slow("cheap", seconds_per_token=0.2)
     with pools.streams(num_prompt_tokens=20, max_tokens=900) as streams:
         streams.add(3)

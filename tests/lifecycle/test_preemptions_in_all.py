@@ -114,13 +114,8 @@ async def test_one_that_reaches_the_bound_in_its_prefill_gets_all_its_blocks_whe
     pair.assert_idle()
 
 
-@pytest.mark.parametrize("is_computed", [True, False], ids=["exported", "still computed"])
-async def test_one_whose_import_gave_way_as_often_as_it_may_keeps_its_export(is_computed):
-    """P-15: the prefill worker is told with the refusal, and counts on from there."""
-    rules = replace(BY_TIER, max_preemptions=1)
-    pair = Pair(p_blocks=20, d_blocks=12, rules=rules, p_rules=rules)
-    pair.wire.holds_landing = True
-    sizes = {"priority": "low", "num_prompt_tokens": 40}
+async def let_give_way(pair, sizes, *, is_computed: bool) -> None:
+    """Let the import of ``low``, computed wholly or in part, give way to one of a higher tier."""
     pair.start("low", **sizes)
     await pair.step_prefill()
     if is_computed:
@@ -129,6 +124,16 @@ async def test_one_whose_import_gave_way_as_often_as_it_may_keeps_its_export(is_
     while not pair.decode.inbox.num_waiting:
         await pair.step_prefill()
     await pair.step_decode()
+
+
+@pytest.mark.parametrize("is_computed", [True, False], ids=["exported", "still computed"])
+async def test_one_whose_import_gave_way_as_often_as_it_may_keeps_its_export(is_computed):
+    """P-15: the prefill worker is told with the refusal, and counts on from there."""
+    rules = replace(BY_TIER, max_preemptions=1)
+    pair = Pair(p_blocks=20, d_blocks=12, rules=rules, p_rules=rules)
+    pair.wire.holds_landing = True
+    sizes = {"priority": "low", "num_prompt_tokens": 40}
+    await let_give_way(pair, sizes, is_computed=is_computed)
     assert pair.d_sink.num_preemptions[LOW] == 1
     opened = pair.prefill.book.get(LOW)
     assert opened.leg.num_preemptions == 1
@@ -163,14 +168,7 @@ async def test_where_the_refusal_is_lost_with_its_link_the_redirect_tells_of_it(
     pair.wire.holds_landing = True
     pair.wire.hold = {AbortHandoff}
     sizes = {"priority": "low", "num_prompt_tokens": 40}
-    pair.start("low", **sizes)
-    await pair.step_prefill()
-    if is_computed:
-        await pair.prefill_all()
-    pair.start("high", priority="high", num_prompt_tokens=20)
-    while not pair.decode.inbox.num_waiting:
-        await pair.step_prefill()
-    await pair.step_decode()
+    await let_give_way(pair, sizes, is_computed=is_computed)
     opened = pair.prefill.book.get(LOW)
     assert (pair.d_sink.num_preemptions[LOW], opened.leg.num_preemptions) == (1, 0)
     pair.wire.cut("cut")
