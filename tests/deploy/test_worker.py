@@ -1,28 +1,17 @@
 """Whole workers in one process: real servers, links, step threads and control plane, fake model."""
 
 import asyncio
-import contextlib
-import dataclasses
 
 import pytest
 
-from cluster.config import DeployConfig, Policy, PoolConfig, Role
-from cluster.control.status import get_cluster
-from cluster.engine import loop as loop_module
-from cluster.engine.plan import SequenceEnd, StepEvents
-from cluster.engine.snapshot import EngineSnapshot
-from cluster.engine.victims import Holdings
 from cluster.errors import (
-    IN_STEP,
     DeadlineExceeded,
     HandoffFailed,
     InvalidRequest,
     QueueFull,
-    StartupError,
     WorkerLost,
 )
 from cluster.handoff import AbortCause
-from cluster.kv.outside import Outsider
 from cluster.request import (
     MAX_PREEMPTIONS,
     FinishReason,
@@ -31,8 +20,7 @@ from cluster.request import (
     PromptPrefix,
     Redirect,
 )
-from deploy import worker_legs, worker_life, worker_watch
-from router.metrics import RouterMetrics
+from deploy import worker_legs, worker_life
 from tests.deploy.world import (
     KEY,
     LAYOUT,
@@ -120,103 +108,6 @@ async def test_a_decode_leg_goes_on_by_another_handoff_until_it_has_its_kv(world
     assert decode.legs.decode.book.counts["received"] == 1
 
 
-async def test_legs_that_have_aged_are_reported_as_firm_before_the_engine_has_them(world):
-    """P-16: the control plane grants nobody what they wait for."""
-    scheduling = dataclasses.replace(world.config.scheduling, policy=Policy.PRIORITY)
-    world.config = dataclasses.replace(world.config, scheduling=scheduling)
-    decode = await world.start("d", "d-0")
-    for name, waited_s in (("young", 0.0), ("aged", scheduling.aging_s)):
-        decode.legs.start_leg(make_leg(LegKind.DECODE, name, waited_s=waited_s), Sink())
-    report = decode._reporter.report()
-    assert report.held_grants == report.unreserved_grants == ("grant-aged", "grant-young")
-    assert report.firm_grants == ("grant-aged",)
-
-
-async def test_an_import_that_gave_way_too_often_is_firm_once_it_has_its_blocks(world):
-    """P-15: the control plane grants nobody what it keeps."""
-    scheduling = dataclasses.replace(world.config.scheduling, policy=Policy.PRIORITY)
-    world.config = dataclasses.replace(world.config, scheduling=scheduling)
-    decode = await world.start("d", "d-0")
-    for name, num_before in (("young", 0), ("spared", scheduling.max_preemptions)):
-        leg = make_leg(LegKind.DECODE, name, num_preemptions=num_before)
-        decode.legs.start_leg(leg, Sink())
-    assert decode._reporter.report().firm_grants == ()
-    for name in ("young", "spared"):
-        decode._pool.reserve(5, f"handoff-{name}", make_key(name))
-    assert decode._reporter.report().firm_grants == ("grant-spared",)
-    for name in ("young", "spared"):
-        decode._pool.cancel(f"handoff-{name}")
-
-
-@pytest.mark.parametrize("resume", [True, False])
-async def test_imports_give_way_only_where_streams_that_have_begun_go_on(world, resume):
-    scheduling = dataclasses.replace(world.config.scheduling, policy=Policy.PRIORITY)
-    router = dataclasses.replace(world.config.router, resume=resume)
-    world.config = dataclasses.replace(world.config, scheduling=scheduling, router=router)
-    decode = await world.start("d", "d-0")
-    assert decode.legs.decode.inbox.gives == resume
-
-
-async def test_what_lower_tiers_would_give_up_is_reported_but_not_of_those_that_have_aged(
-    world, monkeypatch
-):
-    """What low ones share among themselves is free when both give way, what others have is not."""
-    scheduling = dataclasses.replace(world.config.scheduling, policy=Policy.PRIORITY)
-    world.config = dataclasses.replace(world.config, scheduling=scheduling)
-    decode = await world.start("d", "d-0")
-    pool, keys = decode._pool, [make_key(name) for name in ("l1", "l2", "n", "aged")]
-    l1, l2, normal, aged = keys
-    mine, lows, everybodys, exported = pool.allocate(4, l1)
-    pool.share(l1, [lows, everybodys], l2)
-    pool.share(l1, [everybodys], normal)
-    pool.share(l1, [exported], ("export", "h"))
-    pool.allocate(2, normal)
-    pool.allocate(5, aged)
-    waited_s = scheduling.aging_s
-    decode.legs.start_leg(make_leg(LegKind.DECODE, "aged", waited_s=waited_s), Sink())
-    # The engine's last word of it is from when it was young.
-    holdings = Holdings(giving=((1, normal), (0, l1), (0, aged), (0, l2)))
-    snapshot = EngineSnapshot(holdings=holdings)
-    monkeypatch.setattr(decode._engine, "snapshot", lambda: snapshot)
-    report = decode._reporter.report()
-    assert report.takable_blocks == (2, 3), f"{mine} and {lows}; {everybodys} and two more"
-    assert report.firm_grants == ("grant-aged",)
-    for holder in (*keys, ("export", "h")):
-        pool.release(holder)
-
-
-async def test_what_exports_and_imports_would_give_up_is_reported_too(world):
-    """P-15: the control plane grants higher tiers what lower ones hold outside an engine."""
-    scheduling = dataclasses.replace(world.config.scheduling, policy=Policy.PRIORITY)
-    world.config = dataclasses.replace(world.config, scheduling=scheduling)
-    worker, decode = await world.start("m", "m-0"), await world.start("d", "d-0")
-    # STEP 1: Exports that wait for their decode legs.
-    sinks = {name: Sink() for name in ("low", "normal")}
-    for name, sink in sinks.items():
-        leg = make_leg(LegKind.PREFILL, name, decode.me, priority=name)
-        worker.legs.start_leg(leg, sink)
-        await sink.until(lambda sink: sink.tokens)
-    await world.reports(lambda reports: reports["m-0"].takable_blocks == (5, 5))
-    # STEP 2: A reservation beside them, and one that has given way often enough.
-    now, pool = worker._clock.now(), worker._pool
-    for name, num_before in (("young", 0), ("spared", scheduling.max_preemptions)):
-        pool.reserve(3, name, make_key(name))
-        pool.outside.enter(
-            Outsider(
-                holder=("import", name), tier=0, arrived=now, num_preemptions=num_before,
-                num_importing=3,
-            )
-        )  # fmt: skip
-    assert worker._reporter.report().takable_blocks == (8, 5)
-    for name in ("young", "spared"):
-        pool.outside.leave(("import", name))
-        pool.cancel(name)
-    # STEP 3: One is fetched.
-    decode.legs.start_leg(make_leg(LegKind.DECODE, "low", priority="low"), Sink())
-    await sinks["low"].end_of(make_key("low"))
-    assert worker._reporter.report().takable_blocks == (0, 5)
-
-
 async def test_a_leg_whose_new_handoff_is_refused_ends_once(world, monkeypatch):
     """It is one open leg, with either handoff; a full worker has room for it."""
     decode = await world.start("d", "d-0")
@@ -258,74 +149,6 @@ async def test_a_mixed_worker_serves_both_sides_of_other_handoffs(world):
     assert sum(c["generated_tokens"] for c in counters) == 3 * 6
 
 
-async def test_an_engine_fault_ends_every_leg_and_deregisters(world, caplog):
-    """CASES P-26: the process is told to end; nothing more is accepted."""
-    runner, entered, go = blocked_runner()
-    worker = await world.start("m", "m-0", runner)
-    sink = Sink()
-    worker.legs.start_leg(make_leg(LegKind.LOCAL), sink)
-    worker.legs.start_leg(make_leg(LegKind.DECODE, "waits"), sink)
-    await asyncio.to_thread(entered.wait, 10)
-    runner.draw = lambda share: 1 / 0
-    go.set()
-    error = await asyncio.wait_for(asyncio.shield(worker.fault), 10)
-    assert isinstance(error, ZeroDivisionError)
-    # Another worker can have all of them; only the first may be what this one died of.
-    first = (await sink.end_of(KEY)).error
-    assert isinstance(first, WorkerLost)
-    assert first.stage == IN_STEP
-    assert isinstance((await sink.end_of(make_key("waits"))).error, WorkerLost)
-    worker.legs.start_leg(make_leg(LegKind.LOCAL, "late"), sink)
-    assert isinstance(sink.ends[make_key("late")].error, WorkerLost)
-    await world.reports(lambda reports: not reports)
-    assert "m-0 fault" in caplog.text
-
-
-async def fault_of(worker):
-    return await asyncio.wait_for(asyncio.shield(worker.fault), 10)
-
-
-async def test_a_step_that_is_stuck_is_a_fault(world, monkeypatch):
-    """Its process must be replaced: nothing else ends the legs that wait for the step."""
-    monkeypatch.setattr(loop_module, "_STALL_FLOOR_S", 0.2)
-    runner, entered, go = blocked_runner()
-    worker = await world.start("m", "m-0", runner)
-    worker.legs.start_leg(make_leg(LegKind.LOCAL), Sink())
-    assert await asyncio.to_thread(entered.wait, 10)
-    assert "stuck" in str(await fault_of(worker))
-    await world.reports(lambda reports: not reports)
-    go.set()
-
-
-async def test_a_bug_in_a_callback_of_the_engine_is_a_fault(world, monkeypatch, caplog):
-    worker = await world.start("m", "m-0")
-    monkeypatch.setattr(worker.legs.decode, "on_step", lambda events: 1 / 0)
-    worker.legs.start_leg(make_leg(LegKind.LOCAL), Sink())
-    assert isinstance(await fault_of(worker), ZeroDivisionError)
-    assert "m-0 fault" in caplog.text
-    monkeypatch.undo()
-    worker.legs.decode.on_step(StepEvents(ends=(SequenceEnd(key=KEY, error=WorkerLost("x")),)))
-
-
-async def test_a_bug_in_a_tick_is_a_fault(world, monkeypatch):
-    worker = await world.start("m", "m-0")
-    sink = Sink()
-    worker.legs.start_leg(make_leg(LegKind.DECODE), sink)
-    monkeypatch.setattr(worker.legs.prefill, "expire", lambda now: 1 / 0)
-    assert isinstance(await fault_of(worker), ZeroDivisionError)
-    assert isinstance((await sink.end_of(KEY)).error, WorkerLost)
-
-
-async def test_a_half_that_cannot_be_closed_does_not_keep_the_other_one_open(world, monkeypatch):
-    worker = await world.start("m", "m-0")
-    sink = Sink()
-    worker.legs.start_leg(make_leg(LegKind.DECODE), sink)
-    monkeypatch.setattr(worker.legs.prefill, "close", lambda cause, error: 1 / 0)
-    worker._fail(ValueError("bug"))
-    assert isinstance(sink.ends[KEY].error, WorkerLost)
-    await world.reports(lambda reports: not reports)
-
-
 async def test_a_prompt_that_comes_again_is_found_by_its_own_tenant_only(world):
     """CASES P-17, P-18: over a whole worker, told by the leg's times and in the report."""
     worker = await world.start("m", "m-0")
@@ -344,82 +167,6 @@ async def test_a_prompt_that_comes_again_is_found_by_its_own_tenant_only(world):
     assert report.counters["prefilled_tokens"] == 4 * 19 - 32
     assert report.blocks.available == report.blocks.free + report.blocks.cached == NUM_BLOCKS
     assert report.blocks.cached > 0
-
-
-async def test_the_pool_is_checked_when_the_worker_is_idle_again(world, monkeypatch):
-    monkeypatch.setattr(worker_watch, "_IDLE_S", 0.0)
-    worker = await world.start("m", "m-0")
-    await world.reports(lambda reports: reports["m-0"].counters["kv_checks"] == 0)
-    sink = Sink()
-    for number, request_id in enumerate(("a", "b"), start=1):
-        worker.legs.start_leg(make_leg(LegKind.LOCAL, request_id), sink)
-        await sink.end_of(make_key(request_id))
-        await world.reports(lambda r, n=number: r["m-0"].counters["kv_checks"] == n)
-    lost = worker._pool._free.pop()
-    worker.legs.start_leg(make_leg(LegKind.LOCAL, "c"), sink)
-    assert str(lost) in str(await fault_of(worker))
-    counters = worker._reporter.report().counters
-    assert (counters["kv_checks"], counters["kv_check_failures"]) == (3, 1)
-    worker._pool._free.append(lost)
-    # The worker goes with its own counters; what routers show has the failure all the same.
-    await world.reports(lambda reports: "m-0" not in reports)
-    view = await get_cluster(world.address, timeout_s=5.0)
-    metrics = RouterMetrics("r")
-    metrics.watch(lambda: view)
-    assert b"\npdserve_control_kv_check_failures_total 1.0\n" in metrics.text()
-
-
-async def test_blocks_that_are_kept_for_nobody_are_found(world, monkeypatch):
-    """The books of a leak are in order: someone holds the blocks, and will do so for ever."""
-    monkeypatch.setattr(worker_watch, "_IDLE_S", 0.0)
-    monkeypatch.setattr(worker_watch, "_LEAK_S", 0.0)
-    runner, entered, go = blocked_runner()
-    worker = await world.start("m", "m-0", runner)
-    sink = Sink()
-    worker.legs.start_leg(make_leg(LegKind.LOCAL), sink)
-    assert await asyncio.to_thread(entered.wait, 10)
-    await world.reports(lambda reports: reports["m-0"].blocks.held)
-    worker._watch.tick(worker._clock.now())
-    go.set()
-    await sink.end_of(KEY)
-    await world.reports(lambda reports: reports["m-0"].counters["kv_checks"] == 1)
-    assert not worker.fault.done(), "blocks of open legs are no leak"
-    worker._pool.allocate(2, "nobody")
-    assert "held=2" in str(await fault_of(worker))
-    assert worker._reporter.report().counters["kv_check_failures"] == 1
-    worker._pool.release("nobody")
-
-
-async def test_a_worker_that_is_turned_away_later_does_not_blame_its_engine(world):
-    worker = await world.start("m", "m-0")
-    sink = Sink()
-    worker.legs.start_leg(make_leg(LegKind.DECODE), sink)
-    worker._report._was_refused("replaced by another incarnation")
-    assert isinstance(await fault_of(worker), StartupError)
-    assert isinstance(sink.ends[KEY].error, WorkerLost)
-    worker.legs.start_leg(make_leg(LegKind.LOCAL, "late"), sink)
-    assert isinstance(sink.ends[make_key("late")].error, WorkerLost)
-
-
-async def test_a_start_without_a_control_plane_ends(world):
-    world.address = "127.0.0.1:1"
-    worker = world.make("m", "m-0")
-    with pytest.raises(StartupError, match=r"not accepted within 0\.2 s.*127\.0\.0\.1:1"):
-        await asyncio.wait_for(worker.start(timeout_s=0.2), 10)
-
-
-async def test_a_fault_before_it_is_accepted_is_a_startup_error(world, monkeypatch):
-    world.address = "127.0.0.1:1"
-    worker = world.make("m", "m-0")
-    start = worker._report.start
-
-    async def fail_then() -> None:
-        await start()
-        worker._errands.soon(lambda: worker._fail(OSError("no such core")))
-
-    monkeypatch.setattr(worker._report, "start", fail_then)
-    with pytest.raises(StartupError, match="no such core"):
-        await asyncio.wait_for(worker.start(), 10)
 
 
 async def test_stopping_ends_open_legs_with_worker_lost(world):
@@ -557,18 +304,6 @@ async def test_a_deadline_passes_without_any_step(world):
     sink = Sink()
     worker.legs.start_leg(make_leg(LegKind.DECODE, remaining_s=0.05), sink)
     assert (await sink.end_of(KEY)).error.code == "deadline_exceeded"
-
-
-async def test_a_refused_registration_is_a_startup_error(world):
-    config = world.config
-    world.config = DeployConfig(pools=(PoolConfig(name="unknown", role=Role.MIXED),))
-    worker = world.make("unknown", "x-0")
-    world.config = config
-    world.workers.remove(worker)
-    with pytest.raises(StartupError):
-        await asyncio.wait_for(worker.start(), 10)
-    with contextlib.suppress(StartupError):
-        await worker.stop(0.0)
 
 
 async def test_blocks_that_come_back_after_their_legs_end_are_reported_at_once(world, monkeypatch):

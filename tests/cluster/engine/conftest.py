@@ -1,4 +1,5 @@
-"""A tiny Llama for the engine's tests: transformers' own, ours, and engines that run it."""
+"""What the engine's tests run: engines and loops that clean up, and a tiny Llama, transformers' own
+and ours."""
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from cluster.engine.runner import ModelRunner
 from cluster.kv.cache import PagedCache
 from cluster.kv.swap_memory import SwapMemory
 from cluster.model.loader import load_model
+from tests.cluster.engine.loop_world import WAIT_S, World
 from tests.factories import BLOCK_SIZE, Engine
 from tests.factories_model import write_tiny_llama
 
@@ -56,3 +58,36 @@ def make_model_engine(tiny_loaded):
         )  # fmt: skip
 
     return make
+
+
+@pytest.fixture
+def make_engine():
+    engines = []
+
+    def make(**settings) -> Engine:
+        engines.append(Engine(**settings))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.pool.check()
+        assert engine.scheduler.num_running == engine.scheduler.num_waiting == 0
+        assert engine.pool.counts().held == 0
+
+
+@pytest.fixture
+def make_world():
+    worlds = []
+
+    def make(**settings) -> World:
+        worlds.append(World(**settings))
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        world.loop.stop(WAIT_S)
+        world.pool.check()
+        assert world.pool.counts().held == 0
+        swap = world.pool.swap
+        assert swap is None or swap.num_free == swap.num_slots
+        assert world.scheduler.num_running == world.scheduler.num_waiting == 0
