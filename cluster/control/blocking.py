@@ -15,10 +15,10 @@ from cluster.control.facts import Want
 from cluster.control.needs import Kind, Needs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 
+    from cluster.control.open_workers import Openings
     from cluster.control.placement import Placement
-    from cluster.control.unplaced import Bounds
     from cluster.control.waiting import Waiting, WaitingQueue
     from cluster.policy.lines import Head
 
@@ -59,21 +59,21 @@ class BlockedWants:
         self._queue = queue
         self._placement = placement
         self._kinds: dict[Hashable, _Kind] = {}
-        self._bounds: dict[tuple[Hashable, bool], Bounds | None] = {}
-        """Of the ways that were asked for since room was last given away."""
 
     def is_hopeless(self) -> bool:
         """Whether a walk would change nothing: all have routes, and nobody has room on them."""
         if self._queue.num_special or self._queue.routeless:
             return False
-        for kind in self._queue.samples:
-            bounds = self._bounds_of(kind)
-            if bounds is None:
+        shut: list[Openings] = []
+        for kind, sample in self._queue.samples.items():
+            openings = self._placement.openings(sample, kind, may_fall_back=self.may_fall_back)
+            if openings is None:
                 return False
-            if bounds.is_nothing:
+            if openings in shut:
                 continue
-            smallest = self._queue.smallest(kind)
-            if bounds.admit(kind.tier, smallest.prefill_tokens, smallest.decode_tokens):
+            if not openings.admit_any():
+                shut.append(openings)
+            elif openings.admit(kind.tier, *self._queue.smallest(kind)):
                 return False
         return True
 
@@ -84,11 +84,14 @@ class BlockedWants:
             return True
         kind, prefill_tokens, decode_tokens = group
         assert isinstance(kind, Kind), "as NeedsRule makes them"
-        bounds = self._bounds_of(kind)
-        return bounds is None or bounds.admit(kind.tier, prefill_tokens, decode_tokens)
+        sample = self._queue.samples.get(kind)
+        if sample is None:
+            return True
+        openings = self._placement.openings(sample, kind, may_fall_back=self.may_fall_back)
+        return openings is None or openings.admit(kind.tier, prefill_tokens, decode_tokens)
 
     def sift(
-        self, heads: Sequence[Head], first_of: Callable[[Hashable], Waiting]
+        self, heads: Iterable[Head], first_of: Callable[[Hashable], Waiting]
     ) -> Iterator[Head]:
         """Leave out the groups that no worker has room for; they hold what they lack."""
         # Among rivals the first one stops the most, and others hold nothing more.
@@ -104,7 +107,7 @@ class BlockedWants:
 
     def look_again(self) -> None:
         """Take in that room has been given away."""
-        self._bounds.clear()
+        self._placement.refresh()
 
     def add(self, waiting: Waiting, want: Want) -> None:
         """Note that one has no room; ``want`` is how it is placed now."""
@@ -138,18 +141,6 @@ class BlockedWants:
                     if hold.stops(waiting):
                         held |= self._workers(hold)
         return held
-
-    def _bounds_of(self, kind: Kind) -> Bounds | None:
-        """Return beyond which sizes nobody has room; None where there is no route to know it by."""
-        ways = (kind.rivals, kind.may_be_local)
-        bounds = self._bounds.get(ways)
-        if bounds is None:
-            sample = self._queue.samples.get(kind)
-            if sample is None:
-                return None
-            bounds = self._placement.bounds(sample, kind, may_fall_back=self.may_fall_back)
-            self._bounds[ways] = bounds
-        return bounds
 
     def _workers(self, hold: _Hold) -> frozenset[str]:
         if hold.worker_ids is None:

@@ -18,17 +18,16 @@ pair goes first, then the least recently granted workers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from cluster.control.speeds import Speed, SpeedTable
-from cluster.control.worker_entry import WorkerEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable
 
     from cluster.control.facts import Want
     from cluster.control.ledger import Ledger
+    from cluster.control.worker_entry import WorkerEntry
 
 _SPEED_AGE_S = 60.0
 """What a worker showed of its speed counts for nothing after so long without a step."""
@@ -37,8 +36,7 @@ _ALL_BUT_FULL = 0.99
 """What is fuller than this counts as this: it still has a price."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
+class Route(NamedTuple):
     """A way to serve a request; LOCAL where ``prefill`` is None."""
 
     prefill: WorkerEntry | None
@@ -55,27 +53,14 @@ class Route:
         return (prefill,) if decode is None else (prefill, decode)
 
     @property
-    def computing(self) -> WorkerEntry:
-        """Who prefills, or has."""
-        worker = self.prefill or self.decode
-        assert worker is not None, "a route has a worker"
-        return worker
-
-    @property
     def pools(self) -> tuple[str, str] | None:
         """Their pools, where KV moves between two."""
         if self.prefill is None or self.decode is None:
             return None
         return (self.prefill.registration.pool, self.decode.registration.pool)
 
-    @property
-    def worker_ids(self) -> tuple[str, ...]:
-        """Their ids."""
-        return tuple([entry.worker_id for entry in self.workers])
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class Choice(NamedTuple):
     """The cheapest route with room."""
 
     route: Route
@@ -114,31 +99,45 @@ class CostModel:
 
     def cheapest(self, routes: list[Route], want: Want, now: float) -> Choice:
         """Return the route of lowest cost; ``routes`` is not empty."""
-        prefill_s = {e.worker_id: self.prompt_s(e, want) for e in _computing(routes)}
         num_tokens = min(float(want.max_tokens), self.expected_output_tokens)
-        decode_s = {e.worker_id: self.decode_s(e, num_tokens) for e in _decoding(routes)}
-        totals = []
-        for route in routes:
-            total = 0.0 if route.is_export else prefill_s[route.computing.worker_id]
-            if route.decode is not None:
-                total += decode_s[route.decode.worker_id]
-                if route.prefill is not None:
-                    total += self._transfer_s(route.prefill, route.decode, want, now)
+        # Each worker is in many routes, and priced once.
+        firsts: dict[str, float] = {}
+        decodes: dict[str, float] = {}
+        holders = self._ledger.prefixes.holders(want.prefix)
+        transfer_s, totals = self._ledger.links.predict_s, []
+        for prefill, decode, is_export in routes:
+            total, first = 0.0, prefill or decode
+            if not is_export and first is not None:
+                if first.worker_id not in firsts:
+                    firsts[first.worker_id] = (
+                        self.prompt_s(first, want)
+                        if want.cached_on or first.worker_id in holders
+                        else self.prefill_s(first, want.num_prompt_tokens)
+                    )
+                total = firsts[first.worker_id]
+            if decode is not None:
+                if decode.worker_id not in decodes:
+                    decodes[decode.worker_id] = self.decode_s(decode, num_tokens)
+                total += decodes[decode.worker_id]
+                if prefill is not None:
+                    pair = (prefill.worker_id, decode.worker_id)
+                    pools = (prefill.placed.pool, decode.placed.pool)
+                    num_blocks = prefill.blocks_for(want.num_prompt_tokens)
+                    total += transfer_s(pair, pools, num_blocks * prefill.block_bytes, now)
             totals.append(total)
-        lowest = min(totals)
-        equal = [i for i, total in enumerate(totals) if total <= lowest + _TIE_S]
-        chosen = min(equal, key=lambda i: self._recency(routes[i]))
+        most = min(totals) + _TIE_S
+        equal = [i for i, total in enumerate(totals) if total <= most]
+        chosen = equal[0] if len(equal) == 1 else min(equal, key=self._recency_of(routes))
         total, route = totals[chosen], routes[chosen]
         tie = f", longest idle of {len(equal)} equal" if len(equal) > 1 else ""
         reason = f"{_kind(route)}: lowest cost {total:.3f} s of {len(routes)}{tie}"
-        first_token_s = 0.0 if route.is_export else prefill_s[route.computing.worker_id]
+        first_token_s = 0.0 if route.is_export else firsts[route.workers[0].worker_id]
         return Choice(route=route, first_token_s=first_token_s, reason=reason, cost_s=total)
 
     def prompt_s(self, entry: WorkerEntry, want: Want) -> float:
         """Wait for the prompts before a want's, then compute what is not cached."""
-        num_cached = self.num_cached_tokens(entry, want)
-        num_ahead = entry.run_ahead_tokens
-        if entry.registration.incarnation == want.cached_on:
+        num_ahead, num_cached = entry.run_ahead_tokens, self.num_cached_tokens(entry, want)
+        if num_cached and entry.placed.incarnation == want.cached_on:
             # It may still count among the prompts before it: the report is on its way.
             num_ahead = max(0, num_ahead - num_cached)
         num_left = num_ahead + want.num_prompt_tokens - num_cached
@@ -173,10 +172,10 @@ class CostModel:
     def num_cached_tokens(self, entry: WorkerEntry, want: Want) -> int:
         """Predict how much of a prompt a worker has: whole blocks, and never its last token, for a
         draw needs that one computed."""
-        registration, most = entry.registration, want.num_prompt_tokens - 1
-        if registration.incarnation != want.cached_on:
-            known = self._ledger.prefixes.holders(want.prefix).get(registration.worker_id, 0)
-            if not known:
+        most, registration = want.num_prompt_tokens - 1, entry.registration
+        if not want.cached_on or registration.incarnation != want.cached_on:
+            known = self._ledger.prefixes.holders(want.prefix).get(entry.worker_id)
+            if known is None:
                 return 0
             most = min(most, known)
         if registration.pool not in self._caching_pools:
@@ -191,19 +190,13 @@ class CostModel:
                 num_tokens = registration.num_blocks * registration.block_size
                 self._ledger.prefixes.learn(entry.worker_id, num_tokens, want.prefix)
 
-    def _transfer_s(
-        self, prefill: WorkerEntry, decode: WorkerEntry, want: Want, now: float
-    ) -> float:
-        return self._ledger.links.predict_s(
-            (prefill.worker_id, decode.worker_id),
-            (prefill.registration.pool, decode.registration.pool),
-            prefill.blocks_for(want.num_prompt_tokens) * prefill.block_bytes,
-            now,
-        )
+    def _recency_of(self, routes: list[Route]) -> Callable[[int], tuple[int, ...]]:
+        def recency(index: int) -> tuple[int, ...]:
+            workers = routes[index].workers
+            ids, orders = [e.worker_id for e in workers], [e.last_granted for e in workers]
+            return (self._ledger.last_granted(tuple(ids)), max(orders), sum(orders))
 
-    def _recency(self, route: Route) -> tuple[int, int, int]:
-        orders = [entry.last_granted for entry in route.workers]
-        return (self._ledger.last_granted(route.worker_ids), max(orders), sum(orders))
+        return recency
 
 
 def _crowding(entry: WorkerEntry) -> float:
@@ -220,11 +213,3 @@ def _kind(route: Route) -> str:
     if route.prefill is None:
         return "local"
     return "pair" if route.decode is not None else "prefill only"
-
-
-def _computing(routes: list[Route]) -> Iterable[WorkerEntry]:
-    return {r.computing.worker_id: r.computing for r in routes if not r.is_export}.values()
-
-
-def _decoding(routes: list[Route]) -> Iterable[WorkerEntry]:
-    return {r.decode.worker_id: r.decode for r in routes if r.decode is not None}.values()

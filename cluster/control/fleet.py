@@ -7,27 +7,17 @@ The lists are in ``open_workers``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from cluster.config import Role
 from cluster.control.facts import Health
 from cluster.control.needs import takes_from_below
-from cluster.control.open_workers import (
-    NOTHING,
-    UNBOUNDED,
-    Key,
-    OpenWorkers,
-    Part,
-    Room,
-    exceeds,
-    holds,
-    most_of,
-)
-from cluster.control.unplaced import Bounds, Most
+from cluster.control.open_workers import NOTHING, Most, Openings, OpenWorkers, Part, Room
 from cluster.policy.batching import is_closed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping
 
     from cluster.config import DeployConfig
     from cluster.control.costs import CostModel
@@ -55,7 +45,10 @@ _PARTS = {
 }
 """What a worker of a role does while it has room for a prompt, and for a sequence that decodes."""
 
-_Rooms = list[tuple[OpenWorkers, Room]]
+
+_Rooms = Sequence[tuple[OpenWorkers, Room]]
+"""Of one worker, and where it is listed."""
+_NO_ROOM: _Rooms = []
 
 
 class Fleet:
@@ -66,7 +59,6 @@ class Fleet:
     ) -> None:
         """``most_tokens``: nobody needs more of a worker."""
         self._most_tokens = most_tokens
-        self._pools = {pool.name: pool for pool in config.pools}
         self._run_ahead_tokens = config.scheduling.run_ahead_tokens
         num_tiers = len(config.scheduling.tiers)
         self._num_tiers = num_tiers if takes_from_below(config) else 1
@@ -74,11 +66,12 @@ class Fleet:
             pool.name: num_tiers if takes_from_below(config, pool) else 1 for pool in config.pools
         }
         """1 where none takes from lower ones."""
+        self._num_slots_of = {pool.name: pool.num_batch_slots for pool in config.pools}
+        self._closing = {p.name for p in config.pools if is_closed(p.batching, num_running=1)}
+        """Pools whose workers take nobody while their batch runs."""
         self._ledger = ledger
         self._costs = costs
         self._open: dict[tuple[Role, Part], OpenWorkers] = {}
-        self._nobody = [NOTHING for _ in range(self._num_tiers)]
-        self._unbounded = [UNBOUNDED for _ in range(self._num_tiers)]
         self._rooms: dict[str, _Rooms] = {}
         self._has_grown = False
 
@@ -87,14 +80,21 @@ class Fleet:
         changed = self._ledger.changed
         while changed:
             worker_id = changed.pop()
-            old = self._rooms.pop(worker_id, [])
-            for listed, room in old:
-                listed.remove(room)
             entry = self._ledger.workers.get(worker_id)
             self._costs.learn_speeds(worker_id, entry)
-            if entry is not None:
-                new = self._rooms[worker_id] = self._enter(entry)
-                self._has_grown |= _has_grown(old, new)
+            old = self._rooms.pop(worker_id, _NO_ROOM)
+            new = _NO_ROOM if entry is None else self._rooms_of(entry)
+            if new:
+                self._rooms[worker_id] = new
+            if new != old:
+                self._list(old, new)
+
+    def _list(self, old: _Rooms, new: _Rooms) -> None:
+        for listed, room in old:
+            listed.remove(room)
+        for listed, room in new:
+            listed.add(room)
+        self._has_grown = self._has_grown or _has_grown(old, new)
 
     def take_growth(self) -> bool:
         """Whether somebody has had more room since the last call."""
@@ -109,46 +109,43 @@ class Fleet:
         listed = self._open.get((role, part))
         return iter(()) if listed is None else listed.with_room(needs)
 
-    def bounds(self, prefill: Role | None, decode: Role | None, local: Sequence[Role]) -> Bounds:
-        """Return the most room that those that may prefill, decode, or do both have now.
+    def openings(
+        self, prefill: Role | None, decode: Role | None, local: Iterable[Role]
+    ) -> Openings:
+        """Return the lists of those that may prefill, decode, or do both.
 
-        No tier has less than those below it. Whoever needs no decode worker has None there.
+        Whoever needs no decode worker has None there.
         """
-        decodes = self._unbounded if decode is None else self._mosts(decode, Part.DECODE)
-        locals_ = self._mosts(local[0] if local else None, Part.LOCAL)
-        if len(local) > 1:
-            each = (self._mosts(role, Part.LOCAL) for role in local)
-            locals_ = [most_of(rooms) for rooms in zip(*each, strict=True)]
-        return Bounds.of(self._mosts(prefill, Part.PREFILL), decodes, locals_)
-
-    def _mosts(self, role: Role | None, part: Part) -> list[Most]:
-        listed = None if role is None else self._open.get((role, part))
-        return self._nobody if listed is None else listed.mosts()
+        return Openings(
+            None if prefill is None else self._lists_of(prefill, Part.PREFILL),
+            None if decode is None else self._lists_of(decode, Part.DECODE),
+            tuple([self._lists_of(role, Part.LOCAL) for role in local]),
+        )
 
     def has_room(self, entry: WorkerEntry, part: Part, needs: Needs) -> bool:
         """Whether one worker had room for these needs at the last ``refresh``."""
-        return any(
-            room.part is part and room.tier <= needs.tier and holds(room.most, part, needs)
-            for _, room in self._rooms.get(entry.worker_id, ())
-        )
+        listed = self._open.get((entry.registration.role, part))
+        for where, room in self._rooms.get(entry.worker_id, _NO_ROOM):
+            if where is listed and room.tier <= needs.tier and room.most.holds(needs):
+                return True
+        return False
 
-    def _enter(self, entry: WorkerEntry) -> _Rooms:
-        entered: _Rooms = []
-        rooms = [] if self._is_shut(entry) else self._rooms_by_tier(entry)
-        keys = self._keys(entry) if rooms else {}
-        below: dict[Part, Most] = {}
-        for tier, (most, parts) in enumerate(rooms):
+    def _rooms_of(self, entry: WorkerEntry) -> _Rooms:
+        by_tier = () if self._is_shut(entry) else self._room_by_tier(entry)
+        if not by_tier:
+            return _NO_ROOM
+        rooms, costs, below = [], self._costs_by_part(entry), dict[Part, Most]()
+        for tier, (both, parts) in enumerate(by_tier):
             for part in parts:
-                less = below.get(part)
-                if exceeds(most, less):
+                most, less = part.of(both), below.get(part, NOTHING)
+                if most.exceeds(less):
                     below[part] = most
-                    room = Room(entry, part, most, keys[part], tier, less)
+                    key = (costs[part], entry.last_granted, entry.worker_id)
                     listed = self._lists_of(entry.registration.role, part)
-                    listed.add(room)
-                    entered.append((listed, room))
-        return entered
+                    rooms.append((listed, Room(*key, tier, most, less, entry)))
+        return rooms
 
-    def _rooms_by_tier(self, entry: WorkerEntry) -> list[tuple[Most, Sequence[Part]]]:
+    def _room_by_tier(self, entry: WorkerEntry) -> list[tuple[Most, Sequence[Part]]]:
         """Return its room for each tier, up to one for which it has room for all there is."""
         registration = entry.registration
         (taken,) = entry.taken(1)
@@ -160,7 +157,7 @@ class Fleet:
         higher = entry.taken(num_tiers)[1:]
         top = self._room(entry, higher.pop())
         # Whoever is full for the highest tier, as most are under load, is full for all.
-        return [(most, parts), *(self._room(entry, t) for t in higher), top] if top[1] else []
+        return [(most, parts), *[self._room(entry, t) for t in higher], top] if top[1] else []
 
     def _lists_of(self, role: Role, part: Part) -> OpenWorkers:
         listed = self._open.get((role, part))
@@ -175,8 +172,8 @@ class Fleet:
         """Whether it takes nothing at all."""
         if entry.health is not Health.ALIVE or entry.report.is_draining:
             return True
-        batching = self._pools[entry.registration.pool].batching
-        return is_closed(batching, num_running=entry.report.num_running)
+        is_running = entry.report.num_running > 0
+        return is_running and entry.registration.pool in self._closing
 
     def _room(self, entry: WorkerEntry, taken: Taken) -> tuple[Most, Sequence[Part]]:
         """Return what a worker has room for, with so much taken, and for which parts it has any."""
@@ -184,23 +181,18 @@ class Fleet:
         free = (registration.num_blocks - taken.blocks) * registration.block_size
         ahead = taken.run_ahead_tokens
         prefill = min(free, self._run_ahead_tokens - ahead) if ahead > 0 else free
-        has_slot = taken.slots < self._pools[registration.pool].num_batch_slots
+        has_slot = taken.slots < self._num_slots_of[registration.pool]
         parts = _PARTS[registration.role, prefill >= 1, has_slot and free >= 1]
         return Most(prefill, free), parts
 
-    def _keys(self, entry: WorkerEntry) -> dict[Part, Key]:
-        tie = (entry.last_granted, entry.worker_id)
+    def _costs_by_part(self, entry: WorkerEntry) -> Mapping[Part, float]:
         prefill_s = self._costs.prefill_s(entry, _MIDDLING_TOKENS)
         if entry.registration.role is Role.PREFILL:
-            return {Part.PREFILL: (prefill_s, *tie)}
+            return {Part.PREFILL: prefill_s}
         decode_s = self._costs.decode_s(entry, self._costs.expected_output_tokens)
-        return {
-            Part.PREFILL: (prefill_s, *tie),
-            Part.DECODE: (decode_s, *tie),
-            Part.LOCAL: (prefill_s + decode_s, *tie),
-        }
+        return {Part.PREFILL: prefill_s, Part.DECODE: decode_s, Part.LOCAL: prefill_s + decode_s}
 
 
 def _has_grown(old: _Rooms, new: _Rooms) -> bool:
-    before = {(id(listed), room.tier): room.most for listed, room in old}
-    return any(exceeds(room.most, before.get((id(listed), room.tier))) for listed, room in new)
+    before = {(listed, room.tier): room.most for listed, room in old}
+    return any(room.most.exceeds(before.get((listed, room.tier), NOTHING)) for listed, room in new)

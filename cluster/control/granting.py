@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import logging
-import secrets
+import os
 from typing import TYPE_CHECKING
 
 from cluster.control.decisions import SendGrant
-from cluster.control.facts import Grant, Placed
+from cluster.control.facts import Grant
 from cluster.control.ledger import NOTHING_COUNTED, Counted, GrantRecord
 from cluster.control.local_prefill import Why
 from cluster.control.worker_entry import Charge
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from cluster.control.ledger import Ledger
     from cluster.control.needs import NeedsRule
     from cluster.control.waiting import Waiting
-    from cluster.control.worker_entry import WorkerEntry
     from cluster.policy.order import Ordering
 
 logger = logging.getLogger(__name__)
@@ -58,15 +57,15 @@ class Granter:
         ``counted``: what was counted as its tenant's already.
         """
         want, route, order = waiting.want, choice.route, next(self._orders)
-        grant_id = f"{self._term:x}-{order}"
+        grant_id, pools = f"{self._term:x}-{order}", route.pools
         grant = Grant(
             term=self._term,
             grant_id=grant_id,
             request_id=want.request_id,
             attempt=want.attempt,
-            prefill=_placed(route.prefill),
-            decode=_placed(route.decode),
-            handoff_id=_handoff_id(grant_id) if route.pools is not None else "",
+            prefill=None if route.prefill is None else route.prefill.placed,
+            decode=None if route.decode is None else route.decode.placed,
+            handoff_id="" if pools is None else _handoff_id(grant_id),
             reason=choice.reason,
             predicted_s=choice.first_token_s,
         )
@@ -76,7 +75,7 @@ class Granter:
             charges=self._charges(
                 route, want, is_firm=self._ordering.has_aged(waiting.ticket.arrived, now)
             ),
-            pools=route.pools,
+            pools=pools,
             transfer_bytes=self._costs.transfer_bytes(route, want),
             tenant=want.tenant,
             tier=waiting.ticket.tier,
@@ -115,16 +114,4 @@ class Granter:
 
 def _handoff_id(grant_id: str) -> str:
     """Return a name that only those know who were told it: it opens a reservation to a writer."""
-    return f"h-{grant_id}-{secrets.token_hex(8)}"
-
-
-def _placed(entry: WorkerEntry | None) -> Placed | None:
-    if entry is None:
-        return None
-    registration = entry.registration
-    return Placed(
-        worker_id=registration.worker_id,
-        incarnation=registration.incarnation,
-        address=registration.address,
-        pool=registration.pool,
-    )
+    return f"h-{grant_id}-{os.urandom(8).hex()}"

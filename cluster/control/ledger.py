@@ -123,7 +123,7 @@ class Ledger:
             self._list(entry)
         # What an earlier stream had under way was perhaps lost with it: what is gone, too.
         self.prefixes.forget(registration.worker_id)
-        entry.registration = registration
+        entry.registered(registration)
         self.max_model_len = max(self.max_model_len or 0, registration.max_model_len)
         entry.lost_at, entry.reported_at, entry.moved_at = None, now, now
         self.judge(entry, Health.SUSPECTED)

@@ -36,6 +36,8 @@ _SCATTER_SHARE = 0.05
 
 WorkerPair = tuple[str, str]
 """(prefill worker, decode worker)."""
+Line = tuple[float, float]
+"""(alpha in s, seconds per byte)."""
 
 
 @dataclass(slots=True)
@@ -72,8 +74,8 @@ class Fit:
         """Standard error of the fit, in those of one transfer."""
         return math.sqrt(self.weight_sq) / self.weight if self.weight > 0.0 else 1.0
 
-    def solve(self) -> tuple[float, float]:
-        """Return (alpha in s, seconds per byte), neither negative."""
+    def solve(self) -> Line:
+        """Return alpha and the seconds per byte, neither negative."""
         if self.weight <= 0.0 or self.sum_bytes <= 0.0:
             return _PRIOR_ALPHA_S, 1.0 / _PRIOR_BYTES_PER_S
         mean_bytes, mean_s = self.sum_bytes / self.weight, self.sum_s / self.weight
@@ -102,6 +104,8 @@ class _Link:
 @dataclass(slots=True)
 class _PoolPair:
     fit: Fit = field(default_factory=Fit)
+    line: Line = (_PRIOR_ALPHA_S, 1.0 / _PRIOR_BYTES_PER_S)
+    """What the fit says."""
     scatter_sq: float = 0.0
     """Mean square of how far transfers lie off their link's own fit, relative."""
 
@@ -137,6 +141,7 @@ class LinkTable:
         link.last_s = sample.seconds
         link.transport = sample.transport
         mean.fit.add(sample.num_bytes, sample.seconds)
+        mean.line = mean.fit.solve()
 
     def started(self, pair: WorkerPair, pools: tuple[str, str], num_bytes: int) -> None:
         """Count bytes that a grant will move over this link."""
@@ -154,9 +159,12 @@ class LinkTable:
         """Predict a transfer that starts behind what is under way on the link."""
         mean = self._means.get(pools, _NO_TRANSFERS)
         link = self._links.get(pair)
-        behind = num_bytes + (link.in_flight_bytes if link is not None else 0)
-        mean_s = _seconds(mean.fit.solve(), behind)
-        if link is None or link.num_transfers == 0:
+        if link is None:
+            alpha_s, s_per_byte = mean.line
+            return alpha_s + num_bytes * s_per_byte
+        behind = num_bytes + link.in_flight_bytes
+        mean_s = _seconds(mean.line, behind)
+        if link.num_transfers == 0:
             return mean_s
         own_s = _seconds(self._estimate(pair, pools, now), behind)
         chance_s = _CHANCE * math.sqrt(mean.scatter_sq) * link.fit.error_share * mean_s
@@ -188,15 +196,16 @@ class LinkTable:
             )
 
     def _link(self, pair: WorkerPair, pools: tuple[str, str]) -> _Link:
-        return self._links.setdefault(pair, _Link(pools=pools))
+        link = self._links.get(pair)
+        if link is None:
+            link = self._links[pair] = _Link(pools=pools)
+        return link
 
     def _own_share(self, link: _Link, now: float) -> float:
         return max(0.0, 1.0 - (now - link.updated_at) / self._age_s)
 
-    def _estimate(
-        self, pair: WorkerPair, pools: tuple[str, str], now: float
-    ) -> tuple[float, float]:
-        mean_alpha_s, mean_slope = self._means.get(pools, _NO_TRANSFERS).fit.solve()
+    def _estimate(self, pair: WorkerPair, pools: tuple[str, str], now: float) -> Line:
+        mean_alpha_s, mean_slope = self._means.get(pools, _NO_TRANSFERS).line
         link = self._links.get(pair)
         if link is None or link.num_transfers == 0:
             return mean_alpha_s, mean_slope
@@ -208,6 +217,6 @@ class LinkTable:
         )
 
 
-def _seconds(line: tuple[float, float], num_bytes: int) -> float:
+def _seconds(line: Line, num_bytes: int) -> float:
     alpha_s, s_per_byte = line
     return alpha_s + num_bytes * s_per_byte

@@ -7,14 +7,14 @@ wants of one group have room on a worker, or none, together.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from cluster.config import Preemption
 from cluster.policy.tiers import Tiers, tiers_take
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
+
     from cluster.config import DeployConfig, PoolConfig
     from cluster.control.capacity import Capacity
     from cluster.control.facts import Want
@@ -30,8 +30,7 @@ class Kind(NamedTuple):
     tier: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Needs:
+class Needs(NamedTuple):
     """Sizes in tokens."""
 
     kind: Hashable

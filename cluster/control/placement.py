@@ -27,8 +27,8 @@ from cluster.control.facts import Health, Want
 from cluster.control.fleet import Fleet
 from cluster.control.local_prefill import LocalPrefillRule, Why
 from cluster.control.needs import Kind, Needs, NeedsRule, kv_tokens
-from cluster.control.open_workers import Part
-from cluster.control.unplaced import Blocked, Bounds, NoExport, NoRoute
+from cluster.control.open_workers import Openings, Part
+from cluster.control.unplaced import Blocked, NoExport, NoRoute
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Iterator
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 SHORTLIST = 8
 """Workers of each part that are priced for one request."""
 _NO_LINK = "no link that works: "
+_Place = tuple[object, bool, bool]
+"""What the ways of a kind follow from, beside who is there: rivals; may be local; may fall back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +85,15 @@ class Placement:
         self._costs = costs
         self._prefill_role: Role | None = None
         self._decode_role: Role | None = None
-        self._roles_known_at = -1
+        self._known_at = -1
+        """``Ledger.num_changes`` up to which roles and ways are known."""
         self._capacity = Capacity.of(config.pools, max_model_len=config.model.max_model_len)
         self._local = LocalPrefillRule(config.scheduling, ledger, costs)
         self.rule = NeedsRule(config, self._capacity, self._local, settings.growth_tokens)
         self._pools = {pool.name: pool for pool in config.pools}
-        self._known_ways: dict[tuple[Kind, bool], _Ways | NoRoute] = {}
-        self._ways_known_at = self._grown_at = 0
+        self._known_ways: dict[_Place, _Ways | NoRoute] = {}
+        self._known_openings: dict[_Place, Openings | None] = {}
+        self._grown_at = 0
         self._fleet = Fleet(config, ledger, costs, self.rule.most_tokens)
 
     # ---- may it ever be served
@@ -99,9 +103,9 @@ class Placement:
         if want.export is not None:
             # It was let in with its prompt, and computed.
             return None
-        known = self._ledger.max_model_len or self._capacity.max_model_len
-        limit = min(self._capacity.max_model_len, known)
-        capacity = replace(self._capacity, max_model_len=limit)
+        known, capacity = self._ledger.max_model_len, self._capacity
+        if known and known < capacity.max_model_len:
+            capacity = replace(capacity, max_model_len=known)
         if want.attempt > 0:
             # A resumed request may be longer by now than any prefill worker can hold.
             longest = max(capacity.local_tokens, capacity.decode_tokens)
@@ -123,10 +127,10 @@ class Placement:
 
         Without ``may_fall_back`` no decode worker prefills: prefill workers may be coming back.
         """
-        self._refresh()
+        self.refresh()
         for tier in self._lower_tiers(want, needs, may_fall_back=may_fall_back):
             # As if it were lower: nothing is taken from a tier while there is room in one below.
-            less = replace(needs, tier=tier)
+            less = needs._replace(tier=tier)
             choice = self._choose(want, less, held, now, may_fall_back=may_fall_back)
             if not isinstance(choice, Blocked):
                 return choice
@@ -137,9 +141,9 @@ class Placement:
         kind, tiers = needs.kind, range(needs.tier)
         if not tiers or not isinstance(kind, Kind):
             return tiers
-        bounds = self.bounds(want, kind, may_fall_back=may_fall_back)
+        openings = self.openings(want, kind, may_fall_back=may_fall_back)
         sizes = (needs.prefill_tokens, needs.decode_tokens)
-        return [tier for tier in tiers if bounds is not None and bounds.admit(tier, *sizes)]
+        return [tier for tier in tiers if openings is not None and openings.admit(tier, *sizes)]
 
     def _choose(
         self,
@@ -170,30 +174,33 @@ class Placement:
             return Blocked()
         if ways.note:
             reason = ways.note + choice.reason
-            return replace(choice, why_local=ways.why_local, reason=reason)
+            return choice._replace(why_local=ways.why_local, reason=reason)
         return choice
 
     def take_growth(self) -> bool:
         """Whether there is room that was not there at the last call, or workers came or went."""
-        self._refresh()
+        self.refresh()
         before, self._grown_at = self._grown_at, self._ledger.num_changes
         return self._fleet.take_growth() or before != self._grown_at
 
-    def bounds(self, want: Want, kind: Kind, *, may_fall_back: bool) -> Bounds | None:
-        """Return beyond which sizes nobody has room now for wants that go the ways of a kind; None
-        where they have no route.
+    def openings(self, want: Want, kind: Kind, *, may_fall_back: bool) -> Openings | None:
+        """Return who may have room for wants that go the ways of a kind, as at the last
+        ``refresh``; None where they have no route.
 
         ``want`` is one of the kind.
         """
-        self._refresh()
-        ways = self._ways(want, kind, may_fall_back=may_fall_back)
-        if isinstance(ways, NoRoute):
-            return None
-        return self._fleet.bounds(ways.prefill, ways.decode, ways.all_local)
+        place = (kind.rivals, kind.may_be_local, may_fall_back)
+        if place not in self._known_openings:
+            ways = self._ways(want, kind, may_fall_back=may_fall_back)
+            self._known_openings[place] = (
+                None
+                if isinstance(ways, NoRoute)
+                else self._fleet.openings(ways.prefill, ways.decode, ways.all_local)
+            )
+        return self._known_openings[place]
 
     def lacking(self, want: Want, needs: Needs, *, may_fall_back: bool) -> frozenset[str]:
-        """Return the workers that it may use and that have no room for it."""
-        self._refresh()
+        """Return whom it may use and who had no room for it at the last ``refresh``."""
         if want.export is not None:
             ways: _Ways | NoRoute = _Ways(decode=self._decode_role)
         else:
@@ -207,11 +214,15 @@ class Placement:
             if not self._fleet.has_room(entry, part, needs)
         )
 
-    def _refresh(self) -> None:
-        self._fleet.refresh()
-        if self._roles_known_at != self._ledger.num_changes:
-            self._roles_known_at = self._ledger.num_changes
+    def refresh(self) -> None:
+        """Take in what has changed in the ledger, and forget what followed from the old."""
+        if self._ledger.changed:
+            self._fleet.refresh()
+        if self._known_at != self._ledger.num_changes:
+            self._known_at = self._ledger.num_changes
             self._find_roles()
+            self._known_ways.clear()
+            self._known_openings.clear()
 
     def _find_roles(self) -> None:
         """Find who does which part in pairs; workers may serve in other roles than their pool's."""
@@ -227,27 +238,26 @@ class Placement:
         """Return whom it may use; the same for all of a kind until workers come or go."""
         if not isinstance(kind, Kind):
             # A special one's own, for which there will be no other.
-            return self._find_ways(want, may_fall_back=may_fall_back)
-        if self._ways_known_at != self._ledger.num_changes:
-            self._ways_known_at = self._ledger.num_changes
-            self._known_ways.clear()
-        place = (kind, may_fall_back)
+            return self._find_ways(want, False, may_fall_back)
+        place = (kind.rivals, kind.may_be_local, may_fall_back)
         ways = self._known_ways.get(place)
         if ways is None:
-            ways = self._known_ways[place] = self._find_ways(want, may_fall_back=may_fall_back)
+            ways = self._find_ways(want, kind.may_be_local, may_fall_back)
+            self._known_ways[place] = ways
         return ways
 
-    def _find_ways(self, want: Want, *, may_fall_back: bool) -> _Ways | NoRoute:
+    def _find_ways(self, want: Want, may_be_local: bool, may_fall_back: bool) -> _Ways | NoRoute:
         """Nobody waits for an engine that hangs while there is a way without it."""
         forced = self._forced(want)
         if forced is not None:
             return forced
-        ways = self._ways_by(want, may_fall_back=may_fall_back, may_hang=False)
-        if isinstance(ways, NoRoute):
-            return self._ways_by(want, may_fall_back=may_fall_back, may_hang=True)
-        return ways
+        by = functools.partial(self._ways_by, want, may_be_local, may_fall_back)
+        ways = by(may_hang=False)
+        return by(may_hang=True) if isinstance(ways, NoRoute) else ways
 
-    def _ways_by(self, want: Want, *, may_fall_back: bool, may_hang: bool) -> _Ways | NoRoute:
+    def _ways_by(
+        self, want: Want, may_be_local: bool, may_fall_back: bool, *, may_hang: bool
+    ) -> _Ways | NoRoute:
         if_any = functools.partial(self._if_any, want, may_hang=may_hang)
         prefill = if_any(self._prefill_role, Part.PREFILL)
         is_single = self.rule.is_single(want)
@@ -267,7 +277,7 @@ class Placement:
             return NoRoute(role=Role.DECODE if prefill is not None else Role.PREFILL)
         if prefill is None or decode is None:
             return _Ways(local=local)
-        extra = decode if self._local.may_take(want) and decode not in local else None
+        extra = decode if may_be_local and decode not in local else None
         return _Ways(prefill=prefill, decode=decode, local=local, extra=extra)
 
     def _forced(self, want: Want) -> _Ways | None:
@@ -361,7 +371,7 @@ class Placement:
             if (
                 holder is not None
                 and holder.registration.role is role
-                and all(entry is not holder for entry in listed)
+                and holder not in listed
                 and worker_id not in held
                 and self._fits(holder, part, want)
                 and self._fleet.has_room(holder, part, needs)

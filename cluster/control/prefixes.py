@@ -12,7 +12,7 @@ cache is the authority: a wrong guess costs time, and the worker tells what was 
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -40,7 +40,7 @@ class PrefixTable:
 
     def __init__(self) -> None:
         self._caches: dict[str, _Cache] = {}
-        self._holders: dict[int, dict[str, None]] = {}
+        self._holders: defaultdict[int, dict[str, None]] = defaultdict(dict)
         self._asked: tuple[PromptPrefix, dict[str, int]] | None = None
 
     def learn(self, worker_id: str, capacity_tokens: int, prefix: PromptPrefix) -> None:
@@ -48,19 +48,23 @@ class PrefixTable:
         if not prefix.names:
             return
         self._asked = None
-        cache = self._caches.setdefault(worker_id, _Cache())
+        cache = self._caches.get(worker_id)
+        if cache is None:
+            cache = self._caches[worker_id] = _Cache()
+        names, holders, stride = cache.names, self._holders, prefix.stride_tokens
+        cache.num_tokens -= stride * len(names)
         # The longer ones are of no use without the shorter ones, so they go first.
         for name in reversed(prefix.names):
-            if cache.names.get(name) == prefix.stride_tokens:
-                cache.names.move_to_end(name)
-                continue
-            cache.num_tokens += prefix.stride_tokens - cache.names.pop(name, 0)
-            cache.names[name] = prefix.stride_tokens
-            holders = self._holders.get(name)
-            if holders is None:
-                self._holders[name] = {worker_id: None}
+            known = names.get(name)
+            if known is None:
+                names[name] = stride
+                holders[name][worker_id] = None
             else:
-                holders[worker_id] = None
+                names.move_to_end(name)
+                if known != stride:
+                    cache.num_tokens += stride - known
+                    names[name] = stride
+        cache.num_tokens += stride * len(names)
         most = max(_MIN_REMEMBERED, _MAX_REMEMBERED // len(self._caches))
         self._trim(worker_id, cache, most, capacity_tokens)
 
@@ -90,14 +94,16 @@ class PrefixTable:
         if self._asked is not None and self._asked[0] is prefix:
             return self._asked[1]
         found: dict[str, int] = {}
-        for number in range(len(prefix.names), 0, -1):
-            holders = self._holders.get(prefix.names[number - 1])
+        stride = prefix.stride_tokens
+        sizes = range(len(prefix.names) * stride, 0, -stride)
+        known = map(self._holders.get, reversed(prefix.names))
+        for num_tokens, holders in zip(sizes, known, strict=True):
             if holders is None:
                 continue
             for worker_id in holders:
                 if len(found) == _MAX_HOLDERS:
                     break
-                found.setdefault(worker_id, number * prefix.stride_tokens)
+                found.setdefault(worker_id, num_tokens)
             if len(found) == _MAX_HOLDERS:
                 break
         self._asked = (prefix, found)

@@ -53,9 +53,12 @@ class _Known:
 
 @dataclass(slots=True)
 class _Worker:
-    pool: str
+    pool: _Pool
     incarnation: str
+    told: tuple[float, ...]
     speeds: tuple[_Known, ...]
+    has_moved: bool = False
+    """Whether it has told anything but what it measured at its start."""
     learned: WorkerReport | None = None
     """The report that was taken in last."""
 
@@ -69,6 +72,8 @@ class _Mean:
     num_weighty: int = 0
     sum_weights: float = 0.0
     sum_weighted: float = 0.0
+    value: float = 0.0
+    """The mean; 0 where nobody knows."""
 
     def add(self, known: _Known, count: int) -> None:
         """Take one worker's in, or out again with a ``count`` of -1."""
@@ -82,12 +87,9 @@ class _Mean:
             self.sum_weighted += count * known.weight * known.value
         if not self.num_weighty:
             self.sum_weights = self.sum_weighted = 0.0  # what rounding left
-
-    def value(self) -> float:
-        """Return the mean; 0 where nobody knows."""
-        if self.num_weighty:
-            return self.sum_weighted / self.sum_weights
-        return self.sum_known / self.num_known if self.num_known else 0.0
+            self.value = self.sum_known / self.num_known if self.num_known else 0.0
+        else:
+            self.value = self.sum_weighted / self.sum_weights
 
 
 @dataclass(slots=True)
@@ -115,34 +117,39 @@ class SpeedTable:
             worker = None
         if worker is not None and worker.learned is entry.report:
             return
-        pool = self._pools.get(registration.pool)
-        if pool is None:
-            pool = self._pools[registration.pool] = _Pool()
         if worker is None:
+            pool = self._pools.get(registration.pool)
+            if pool is None:
+                pool = self._pools[registration.pool] = _Pool()
             # Its first report repeats what it measured at its start, unless it has served already.
-            started = tuple(_Known(value) for value in _at_start(entry))
-            worker = _Worker(registration.pool, registration.incarnation, started)
+            told = _at_start(entry)
+            started = tuple([_Known(value) for value in told])
+            worker = _Worker(pool, registration.incarnation, told, started)
             self._workers[entry.worker_id] = worker
-        else:
-            pool.add(worker.speeds, -1)
-        for known, value in zip(worker.speeds, _now(entry), strict=True):
-            known.learn(value, entry.reported_at, self._age_s)
-        pool.add(worker.speeds, 1)
+            pool.add(started, 1)
         worker.learned = entry.report
+        told = _now(entry)
+        if worker.has_moved or told != worker.told:
+            worker.has_moved, worker.told = True, told
+            worker.pool.add(worker.speeds, -1)
+            for known, value in zip(worker.speeds, told, strict=True):
+                known.learn(value, entry.reported_at, self._age_s)
+            worker.pool.add(worker.speeds, 1)
 
     def forget(self, worker_id: str) -> None:
         """Drop a worker that is gone."""
         worker = self._workers.pop(worker_id, None)
         if worker is not None:
-            self._pools[worker.pool].add(worker.speeds, -1)
+            worker.pool.add(worker.speeds, -1)
 
     def level(self, entry: WorkerEntry, speed: Speed) -> float:
         """Return the seconds to count with; 0 where nobody in its pool knows."""
-        pool = self._pools.get(entry.registration.pool)
-        mean = pool.means[speed].value() if pool is not None else 0.0
         worker = self._workers.get(entry.worker_id)
-        known = worker.speeds[speed] if worker is not None else _Known(0.0)
-        if known.value <= 0.0:
+        if worker is None:
+            pool = self._pools.get(entry.registration.pool)
+            return 0.0 if pool is None else pool.means[speed].value
+        known, mean = worker.speeds[speed], worker.pool.means[speed].value
+        if known.value <= 0.0 or not known.weight:
             return mean
         own = known.weight * known.value + (1.0 - known.weight) * mean
         return mean if abs(own - mean) <= _NOISE * mean else own

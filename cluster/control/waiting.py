@@ -8,6 +8,7 @@ counts from when the router took the request.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 from collections import Counter, OrderedDict
@@ -62,6 +63,45 @@ class Waiting:
         return self.ticket.group
 
 
+class _Sizes:
+    """How many need how much; the least is known."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+        self.sorted: list[int] = []
+        """Each once."""
+
+    def count(self, size: int, change: int) -> None:
+        """Count one in, or out."""
+        count = self._counts.get(size, 0)
+        if count == 0:
+            bisect.insort(self.sorted, size)
+        if count + change:
+            self._counts[size] = count + change
+        else:
+            del self._counts[size], self.sorted[bisect.bisect_left(self.sorted, size)]
+
+
+class _Crowd:
+    """What the wants of one kind need."""
+
+    def __init__(self) -> None:
+        self._prefills, self._decodes = _Sizes(), _Sizes()
+
+    def __bool__(self) -> bool:
+        """Tell whether there is any."""
+        return bool(self._prefills.sorted)
+
+    def count(self, needs: Needs, change: int) -> None:
+        """Count one in, or out."""
+        self._prefills.count(needs.prefill_tokens, change)
+        self._decodes.count(needs.decode_tokens, change)
+
+    def smallest(self) -> tuple[int, int]:
+        """Return the least of each, which need not be one's."""
+        return self._prefills.sorted[0], self._decodes.sorted[0]
+
+
 class WaitingQueue:
     """A ``PolicyQueue`` of wants. A want that comes twice keeps its time."""
 
@@ -76,11 +116,9 @@ class WaitingQueue:
         """Requests whose count was taken back lately: it is made anew if they come again."""
         self._deadlines: list[tuple[float, int, WantKey]] = []
         self._orders = itertools.count()
-        self._prefills: dict[Kind, Counter[int]] = {}
-        self._decodes: dict[Kind, Counter[int]] = {}
+        self._crowds: dict[Kind, _Crowd] = {}
         self._newcomers: set[Hashable] = set()
         self._has_left = False
-        self._smallest: dict[Kind, Needs] = {}
         self.samples: dict[Kind, Want] = {}
         """One want of each kind that waits, but for the special ones."""
         self.rivals: dict[Kind, Hashable] = {}
@@ -140,6 +178,9 @@ class WaitingQueue:
         self._queue.add(waiting.key, waiting, waiting.ticket)
         self.note_route(waiting, waiting.routeless_since)
         heapq.heappush(self._deadlines, (waiting.deadline, waiting.ticket.order, waiting.key))
+        if len(self._deadlines) > 64 + 2 * len(self._queue):
+            self._deadlines = [due for due in self._deadlines if due[2] in self._queue]
+            heapq.heapify(self._deadlines)
         self._count(waiting, 1)
         self._newcomers.add(waiting.group)
         return waiting
@@ -163,7 +204,9 @@ class WaitingQueue:
     def take_news(self) -> tuple[bool, Collection[Hashable]]:
         """Whether a want has gone since the last call, and the groups of those that have come."""
         news = self._has_left, self._newcomers
-        self._has_left, self._newcomers = False, set()
+        if self._newcomers:
+            self._newcomers = set()
+        self._has_left = False
         return news
 
     def take_expired(self, now: float) -> list[Waiting]:
@@ -176,9 +219,6 @@ class WaitingQueue:
             if waiting is not None and waiting.deadline == deadline:
                 self.remove(key)
                 expired.append(waiting)
-        if len(self._deadlines) > 64 + 2 * len(self._queue):
-            self._deadlines = [due for due in self._deadlines if due[2] in self._queue]
-            heapq.heapify(self._deadlines)
         return expired
 
     def walk(self, now: float, sieve: Sieve[Waiting]) -> Walk[Waiting]:
@@ -220,17 +260,9 @@ class WaitingQueue:
         self._queue.age(now)
         return self._standings
 
-    def smallest(self, kind: Kind) -> Needs:
+    def smallest(self, kind: Kind) -> tuple[int, int]:
         """Return the least prefill and the least decode room that any want of a kind needs."""
-        known = self._smallest.get(kind)
-        if known is None:
-            known = self._smallest[kind] = Needs(
-                kind=kind,
-                rivals=kind,
-                prefill_tokens=min(self._prefills[kind]),
-                decode_tokens=min(self._decodes[kind]),
-            )
-        return known
+        return self._crowds[kind].smallest()
 
     # ---- what its tenants are served
 
@@ -296,24 +328,13 @@ class WaitingQueue:
             return
         kind = needs.kind
         assert isinstance(kind, Kind), "but for the special ones"
-        self.samples.setdefault(kind, waiting.want)
-        self.rivals[kind] = kind.rivals
-        known = self._smallest.get(kind)
-        if known is not None and not (
-            needs.prefill_tokens > known.prefill_tokens
-            and needs.decode_tokens > known.decode_tokens
-        ):
-            del self._smallest[kind]
-        for counts, size in (
-            (self._prefills, needs.prefill_tokens),
-            (self._decodes, needs.decode_tokens),
-        ):
-            sizes = counts.setdefault(kind, Counter())
-            _count_in(sizes, size, change)
-            if not sizes:
-                del counts[kind]
-                self.samples.pop(kind, None)
-                self.rivals.pop(kind, None)
+        crowd = self._crowds.get(kind)
+        if crowd is None:
+            crowd = self._crowds[kind] = _Crowd()
+            self.samples[kind], self.rivals[kind] = waiting.want, kind.rivals
+        crowd.count(needs, change)
+        if not crowd:
+            del self._crowds[kind], self.samples[kind], self.rivals[kind]
 
 
 def _count_in(counts: Counter[K], name: K, change: int) -> None:

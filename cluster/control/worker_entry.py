@@ -24,14 +24,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from cluster.control.facts import Health, Registration, WorkerReport
+from cluster.control.facts import Health, Placed, Registration, WorkerReport
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Charge:
+class Charge(NamedTuple):
     """What one leg takes on its worker, beside its slot."""
 
     blocks: int
@@ -88,7 +87,7 @@ class _Sum:
 _NOTHING = _Sum()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class WorkerEntry:
     """One registered worker."""
 
@@ -127,38 +126,43 @@ class WorkerEntry:
     """Legs that have had blocks, even if they have none now: they were preempted."""
     worker_id: str = field(init=False)
     """The same in all its registrations."""
+    placed: Placed = field(init=False)
+    """As grants name it."""
+    num_slots_used: int = field(init=False)
+    """Sequences that are there or on their way."""
+    num_blocks_free: int = field(init=False)
+    """Blocks that nobody holds or was promised; what is cached gives way."""
+    run_ahead_tokens: int = field(init=False)
+    """Prompt tokens granted to it and not yet computed."""
 
     def __post_init__(self) -> None:
-        """Keep its name, which is asked for most."""
+        """Keep what is asked for most."""
         self.worker_id = self.registration.worker_id
+        self.registered(self.registration)
 
-    @property
-    def num_slots_used(self) -> int:
-        """Sequences that are there or on their way."""
-        report = self.report
-        return max(len(self.held), report.num_running + report.num_waiting) + len(self.unseen)
-
-    @property
-    def num_blocks_free(self) -> int:
-        """Blocks that nobody holds or was promised; what is cached gives way."""
-        num_blocks = self.registration.num_blocks
-        used = max(num_blocks - self.report.blocks.available, self._all.reserved_blocks)
-        return num_blocks - used - self._all.pending_blocks
-
-    @property
-    def run_ahead_tokens(self) -> int:
-        """Prompt tokens granted to it and not yet computed."""
-        return self.report.queued_tokens + self._all.unseen_tokens
+    def registered(self, registration: Registration) -> None:
+        """Take in that it has registered, perhaps from another address."""
+        self.registration = registration
+        self.placed = Placed(
+            worker_id=registration.worker_id,
+            incarnation=registration.incarnation,
+            address=registration.address,
+            pool=registration.pool,
+        )
+        self._sum_up()
 
     def taken(self, num_tiers: int) -> list[Taken]:
         """Return what is in use for requests of each tier: those below give way to it."""
-        report, every, slots = self.report, self._all, self.num_slots_used
-        in_use = self.registration.num_blocks - report.blocks.available
+        num_blocks, slots = self.registration.num_blocks, self.num_slots_used
+        takens = [Taken(slots, num_blocks - self.num_blocks_free, self.run_ahead_tokens)]
+        if num_tiers == 1:
+            return takens
+        report, every = self.report, self._all
+        in_use = num_blocks - report.blocks.available
         reserved, pending = every.reserved_blocks, every.pending_blocks
         queued, held_tokens, unseen = report.queued_tokens, every.held_tokens, every.unseen_tokens
-        takens = [Taken(slots, max(in_use, reserved) + pending, queued + unseen)]
         # Where all legs are known, no more than all their prompts are of those that stay.
-        is_bounded = num_tiers > 1 and queued > 0 and self.held <= self.charges.keys()
+        is_bounded = queued > 0 and self.held <= self.charges.keys()
         takable = report.takable_blocks
         for lower in range(num_tiers - 1):
             giving = self._giving.get(lower, _NOTHING)
@@ -214,10 +218,11 @@ class WorkerEntry:
         seen = self.held & self.unseen.keys()
         for grant_id in seen:
             del self.unseen[grant_id]
-        ended = [g for g in self.charges if g not in self.held and g not in self.unseen]
+        ended = list(self.charges.keys() - self.held - self.unseen.keys())
         for grant_id in ended:
             del self.charges[grant_id]
-        self.done_at = {g: at for g, at in self.done_at.items() if g in self.held}
+        if self.done_at:
+            self.done_at = {g: at for g, at in self.done_at.items() if g in self.held}
         unreserved, firm = frozenset(report.unreserved_grants), frozenset(report.firm_grants)
         others = (unreserved ^ self._unreserved) | (firm ^ self._firm)
         self._unreserved, self._firm = unreserved, firm
@@ -243,6 +248,12 @@ class WorkerEntry:
         assert self._all == again._all, self.worker_id
         for tier, giving in self._giving.items():
             assert giving == again._giving.get(tier, _Sum()), self.worker_id
+        again.held, again.unseen = self.held, self.unseen
+        again._sum_up()
+        assert self._told() == again._told(), self.worker_id
+
+    def _told(self) -> tuple[int, int, int]:
+        return self.num_slots_used, self.num_blocks_free, self.run_ahead_tokens
 
     def _recount(self, grant_ids: Iterable[str]) -> None:
         """Take in what has changed of these legs, if they are there."""
@@ -257,7 +268,20 @@ class WorkerEntry:
             self._add(leg, 1)
             if not leg.is_pending:
                 self._begun.add(grant_id)
+        self._sum_up()
         self.changed.add(self.worker_id)
+
+    def _sum_up(self) -> None:
+        """Keep what follows from the report and the legs, and is asked for most."""
+        report, every = self.report, self._all
+        num_told, num_held = report.num_running + report.num_waiting, len(self.held)
+        num_there = num_told if num_told > num_held else num_held
+        self.num_slots_used = num_there + len(self.unseen)
+        available = report.blocks.available
+        unreserved = self.registration.num_blocks - every.reserved_blocks
+        num_left = available if available < unreserved else unreserved
+        self.num_blocks_free = num_left - every.pending_blocks
+        self.run_ahead_tokens = report.queued_tokens + every.unseen_tokens
 
     def _counts_as(self, grant_id: str, charge: Charge) -> _Counted:
         is_unseen = grant_id in self.unseen

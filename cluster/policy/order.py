@@ -17,13 +17,14 @@ are older than itself.
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from cluster.config import Policy
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
+
     from cluster.config import SchedulingConfig
 
 Place = tuple[int, float, float, int]
@@ -43,8 +44,7 @@ class Ahead(enum.Enum):
     """It holds what others need."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ticket:
+class Ticket(NamedTuple):
     """What a request's place among those that wait depends on."""
 
     arrived: float

@@ -21,10 +21,21 @@ from cluster.policy.lines import Level, Line
 from cluster.policy.order import is_early
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+    from collections.abc import (
+        Callable,
+        Collection,
+        Hashable,
+        Iterable,
+        Iterator,
+        Mapping,
+        Sequence,
+    )
 
     from cluster.policy.lines import Due, Entry, Head
     from cluster.policy.order import Place
+
+_FEW = 32
+"""Groups, most of the time, that a walk looks at."""
 
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
@@ -34,7 +45,7 @@ class Sieve(Protocol[T_contra]):
     """Says which groups a walk is about."""
 
     def sift(
-        self, heads: Sequence[Head], first_of: Callable[[Hashable], T_contra]
+        self, heads: Iterable[Head], first_of: Callable[[Hashable], T_contra]
     ) -> Iterator[Head]:
         """Iterate over the heads of the groups that the walk visits, in their order.
 
@@ -215,16 +226,46 @@ class _Turns(Generic[T]):
         return self._cursors[name].take()
 
 
+class _Heads(Generic[T]):
+    """The heads of a line as they were when a walk began: a few are copied, and all if need be.
+
+    Those of groups that were visited change meanwhile; each is told once.
+    """
+
+    def __init__(self, line: Line[T]) -> None:
+        self._line = line
+        self._copied = line.heads[:_FEW]
+        self._index = 0
+
+    def __iter__(self) -> Iterator[Head]:
+        return self
+
+    def __next__(self) -> Head:
+        head = self.front()
+        if head is None:
+            raise StopIteration
+        self._index += 1
+        return head
+
+    def front(self) -> Head | None:
+        """Return the next one, which stays the next; None where none is left."""
+        if self._index == len(self._copied) == _FEW:
+            told = {group for _, _, group in self._copied}
+            behind = (self._copied[-1][0], 1)
+            others = self._line.heads[bisect.bisect_left(self._line.heads, behind) :]
+            self._copied += [head for head in others if head[2] not in told]
+        return self._copied[self._index] if self._index < len(self._copied) else None
+
+
 class _Cursor(Generic[T]):
     """How far a walk has come in one line: merges its groups, but for those that are left out."""
 
     def __init__(self, line: Line[T], sieve: Sieve[T] | None, closed: Collection[Hashable]) -> None:
         self._line = line
         self._closed = closed
-        self._heads = heads = line.heads.copy()
-        self._num_sifted = 0
-        self._firsts = (
-            iter(heads)
+        self._heads = heads = _Heads(line)
+        self._firsts: Iterator[Head] = (
+            heads
             if sieve is None
             else sieve.sift(heads, lambda group: line.groups[group][0][1].item)
         )
@@ -239,8 +280,8 @@ class _Cursor(Generic[T]):
         if self._entry is not None:
             return self._entry.place
         first, others = self._first, self._others
-        if first is None and self._num_sifted < len(self._heads):
-            first = self._heads[self._num_sifted]
+        if first is None:
+            first = self._heads.front()
         if first is None or (others and others[0] < first):
             return others[0][0] if others else None
         return first[0]
@@ -265,9 +306,6 @@ class _Cursor(Generic[T]):
     def _next_head(self) -> Head | None:
         if self._first is None:
             self._first = next(self._firsts, None)
-            self._num_sifted = len(self._heads)
-            if self._first is not None:
-                self._num_sifted = bisect.bisect_left(self._heads, self._first) + 1
         first, others = self._first, self._others
         if first is not None and (not others or first < others[0]):
             self._first = None

@@ -99,6 +99,15 @@ def test_the_longest_known_beginning_counts():
     assert table.holders(prefix(1, 2, 3, 4)) == {"w1": 32}
 
 
+def test_a_name_that_stands_for_more_now_is_counted_as_that():
+    table = PrefixTable()
+    table.learn("w", 80, prefix(1, 2))
+    table.learn("w", 80, prefix(1, stride=32))
+    table.learn("w", 80, prefix(3, 4, 5))
+    assert table.holders(prefix(2)) == {}, "32 + 16 + 48 tokens are too many"
+    assert table.holders(prefix(1, stride=32)) == {"w": 32}
+
+
 def test_no_more_is_remembered_than_the_cache_holds_the_ends_of_the_oldest_go_first():
     table = PrefixTable()
     table.learn("w", 64, prefix(1, 2, 3))

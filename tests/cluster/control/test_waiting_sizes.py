@@ -37,7 +37,7 @@ def test_the_smallest_is_known_whoever_comes_and_goes(events):
             num_come += 1
         for kind in queue.samples:
             sizes = [w.needs for w in queue if w.needs.kind == kind]
-            smallest = queue.smallest(kind)
-            assert smallest.prefill_tokens == min(needs.prefill_tokens for needs in sizes)
-            assert smallest.decode_tokens == min(needs.decode_tokens for needs in sizes)
+            least_prefill = min(needs.prefill_tokens for needs in sizes)
+            least_decode = min(needs.decode_tokens for needs in sizes)
+            assert queue.smallest(kind) == (least_prefill, least_decode)
         assert set(queue.samples) == {w.needs.kind for w in queue}

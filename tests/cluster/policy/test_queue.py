@@ -290,6 +290,36 @@ def test_what_has_come_gone_and_aged_before_leaves_no_trace(policy, is_fair, giv
     assert queue.in_order(now) == new.in_order(now)
 
 
+groups = st.lists(st.tuples(st.floats(0.0, 20.0), st.integers(0, 9)), max_size=30)
+
+
+@given(groups, st.integers(1, 4), st.randoms(use_true_random=False))
+@settings(max_examples=100, deadline=None)
+def test_a_walk_that_copies_a_few_groups_sees_what_one_does_that_copies_all(
+    given_groups, few, draw
+):
+    """Whoever is served leaves the queue meanwhile, and groups without room are left out."""
+    fates = [(draw.random() < 0.5, draw.random() < 0.3) for _ in given_groups]
+
+    def walked(num_copied):
+        queue, seen = make_queue(), []
+        for order, (arrived, group) in enumerate(given_groups):
+            queue.add(order, order, Ticket(arrived=arrived, order=order, group=group))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("cluster.policy.walk._FEW", num_copied)
+            walk = queue.walk(0.0)
+            for order in walk:
+                seen.append(order)
+                is_served, is_over = fates[order]
+                if is_served:
+                    queue.remove(order)
+                else:
+                    walk.close_if(given_groups[order][1], is_over)
+        return seen
+
+    assert walked(few) == walked(1000)
+
+
 def check_pair(policy, first, second, now):
     if first.ahead is not Ahead.NO or second.ahead is not Ahead.NO:
         return
