@@ -1,8 +1,7 @@
 """Where a request runs: what may serve it, what has room now, and what costs least.
 
 A *route* is a prefill worker with a decode worker, a prefill worker alone (the choice ends at its
-first token), or one worker that does both (LOCAL). Mixed workers stand in for a role that has no
-workers of its own, and no pool that waits for its own. A decode worker prefills by itself where no
+first token), or one worker that does both (LOCAL). A decode worker prefills by itself where no
 prefill worker can (none lives, all hang, or the prompt and output so far of a resumed request are
 too long for all of them), where it is configured, and where there is little to compute and it costs
 less than by the best pair (``local_prefill``). An export's prefill worker is given; only its decode
@@ -15,9 +14,8 @@ worker's engine takes it from the lowest tier's youngest (``cluster.engine.victi
 
 from __future__ import annotations
 
-import functools
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cluster.config import Role
@@ -26,12 +24,13 @@ from cluster.control.costs import Choice, CostModel, Route
 from cluster.control.facts import Health, Want
 from cluster.control.fleet import Fleet
 from cluster.control.local_prefill import LocalPrefillRule, Why
-from cluster.control.needs import Kind, Needs, NeedsRule, kv_tokens
+from cluster.control.needs import Kind, Needs, NeedsRule
 from cluster.control.open_workers import Openings, Part
 from cluster.control.unplaced import Blocked, NoExport, NoRoute
+from cluster.control.ways import Ways, WaysTable, fits
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Iterable, Iterator
+    from collections.abc import Collection, Hashable, Iterable
 
     from cluster.config import DeployConfig
     from cluster.control.facts import ExportRef
@@ -43,36 +42,6 @@ if TYPE_CHECKING:
 SHORTLIST = 8
 """Workers of each part that are priced for one request."""
 _NO_LINK = "no link that works: "
-_Place = tuple[object, bool, bool]
-"""What the ways of a kind follow from, beside who is there: rivals; may be local; may fall back."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Ways:
-    """Which roles may do which part of a want now."""
-
-    prefill: Role | None = None
-    decode: Role | None = None
-    local: tuple[Role, ...] = ()
-    extra: Role | None = None
-    """Decode workers, who may prefill too where that costs less."""
-    why_local: str = ""
-    note: str = ""
-    """Why decode workers prefill, in words."""
-
-    def parts(self) -> Iterator[tuple[Role, Part]]:
-        """Iterate over whom it may use for what."""
-        if self.prefill is not None:
-            yield self.prefill, Part.PREFILL
-        if self.decode is not None:
-            yield self.decode, Part.DECODE
-        for role in self.all_local:
-            yield role, Part.LOCAL
-
-    @property
-    def all_local(self) -> tuple[Role, ...]:
-        """Who may do both parts, if perhaps for more."""
-        return self.local if self.extra is None else (*self.local, self.extra)
 
 
 class Placement:
@@ -83,16 +52,13 @@ class Placement:
     ) -> None:
         self._ledger = ledger
         self._costs = costs
-        self._prefill_role: Role | None = None
-        self._decode_role: Role | None = None
         self._known_at = -1
         """``Ledger.num_changes`` up to which roles and ways are known."""
         self._capacity = Capacity.of(config.pools, max_model_len=config.model.max_model_len)
         self._local = LocalPrefillRule(config.scheduling, ledger, costs)
         self.rule = NeedsRule(config, self._capacity, self._local, settings.growth_tokens)
-        self._pools = {pool.name: pool for pool in config.pools}
-        self._known_ways: dict[_Place, _Ways | NoRoute] = {}
-        self._known_openings: dict[_Place, Openings | None] = {}
+        self._ways = WaysTable(config.pools, ledger, self.rule, self._local)
+        self._openings: dict[tuple[Hashable, bool, bool], Openings | None] = {}
         self._grown_at = 0
         self._fleet = Fleet(config, ledger, costs, self.rule.most_tokens)
 
@@ -156,7 +122,7 @@ class Placement:
     ) -> Choice | Blocked | NoRoute | NoExport:
         if want.export is not None:
             return self._choose_for_export(want.export, want, needs, held, now)
-        ways = self._ways(want, needs.kind, may_fall_back=may_fall_back)
+        ways = self._ways.find(want, needs.kind, may_fall_back=may_fall_back)
         if isinstance(ways, NoRoute):
             return ways
         found = self._routes(ways, want, needs, held)
@@ -164,7 +130,7 @@ class Placement:
         lacks_link = bool(found) and not routes and may_fall_back
         # As if it were lower it only looks for room: there may be some over a link that works.
         if lacks_link and ways.decode is not None and needs.tier == self.rule.tier(want):
-            ways = _Ways(local=(ways.decode,), why_local=Why.FALLBACK.value, note=_NO_LINK)
+            ways = Ways(local=(ways.decode,), why_local=Why.FALLBACK.value, note=_NO_LINK)
             routes = self._routes(ways, want, needs, held)
         choice = self._costs.cheapest(routes, want, now) if routes else None
         if ways.extra is not None and ways.prefill is not None:
@@ -190,27 +156,27 @@ class Placement:
         ``want`` is one of the kind.
         """
         place = (kind.rivals, kind.may_be_local, may_fall_back)
-        if place not in self._known_openings:
-            ways = self._ways(want, kind, may_fall_back=may_fall_back)
-            self._known_openings[place] = (
+        if place not in self._openings:
+            ways = self._ways.find(want, kind, may_fall_back=may_fall_back)
+            self._openings[place] = (
                 None
                 if isinstance(ways, NoRoute)
                 else self._fleet.openings(ways.prefill, ways.decode, ways.all_local)
             )
-        return self._known_openings[place]
+        return self._openings[place]
 
     def lacking(self, want: Want, needs: Needs, *, may_fall_back: bool) -> frozenset[str]:
         """Return whom it may use and who had no room for it at the last ``refresh``."""
         if want.export is not None:
-            ways: _Ways | NoRoute = _Ways(decode=self._decode_role)
+            ways: Ways | NoRoute = Ways(decode=self._ways.decode)
         else:
-            ways = self._ways(want, needs.kind, may_fall_back=may_fall_back)
+            ways = self._ways.find(want, needs.kind, may_fall_back=may_fall_back)
         if isinstance(ways, NoRoute):
             return frozenset()
         return frozenset(
             entry.worker_id
             for role, part in ways.parts()
-            for entry in self._fitting(want, role, part)
+            for entry in self._ways.fitting(want, role, part)
             if not self._fleet.has_room(entry, part, needs)
         )
 
@@ -220,77 +186,11 @@ class Placement:
             self._fleet.refresh()
         if self._known_at != self._ledger.num_changes:
             self._known_at = self._ledger.num_changes
-            self._find_roles()
-            self._known_ways.clear()
-            self._known_openings.clear()
-
-    def _find_roles(self) -> None:
-        """Find who does which part in pairs; workers may serve in other roles than their pool's."""
-        roles: set[Role] = set()
-        for pool in self._pools.values():
-            # One without workers waits for its own.
-            roles |= self._ledger.roles_of(pool.name) or {pool.role}
-        stand_in = Role.MIXED if roles & {Role.PREFILL, Role.DECODE} else None
-        self._prefill_role = Role.PREFILL if Role.PREFILL in roles else stand_in
-        self._decode_role = Role.DECODE if Role.DECODE in roles else stand_in
-
-    def _ways(self, want: Want, kind: Hashable, *, may_fall_back: bool) -> _Ways | NoRoute:
-        """Return whom it may use; the same for all of a kind until workers come or go."""
-        if not isinstance(kind, Kind):
-            # A special one's own, for which there will be no other.
-            return self._find_ways(want, False, may_fall_back)
-        place = (kind.rivals, kind.may_be_local, may_fall_back)
-        ways = self._known_ways.get(place)
-        if ways is None:
-            ways = self._find_ways(want, kind.may_be_local, may_fall_back)
-            self._known_ways[place] = ways
-        return ways
-
-    def _find_ways(self, want: Want, may_be_local: bool, may_fall_back: bool) -> _Ways | NoRoute:
-        """Nobody waits for an engine that hangs while there is a way without it."""
-        forced = self._forced(want)
-        if forced is not None:
-            return forced
-        by = functools.partial(self._ways_by, want, may_be_local, may_fall_back)
-        ways = by(may_hang=False)
-        return by(may_hang=True) if isinstance(ways, NoRoute) else ways
-
-    def _ways_by(
-        self, want: Want, may_be_local: bool, may_fall_back: bool, *, may_hang: bool
-    ) -> _Ways | NoRoute:
-        if_any = functools.partial(self._if_any, want, may_hang=may_hang)
-        prefill = if_any(self._prefill_role, Part.PREFILL)
-        is_single = self.rule.is_single(want)
-        if is_single and prefill is not None:
-            return _Ways(prefill=prefill)
-        decode = if_any(self._decode_role, Part.DECODE)
-        local_role = if_any(Role.MIXED, Part.LOCAL)
-        local = () if local_role is None else (local_role,)
-        if prefill is None and (is_single or not local) and may_fall_back:
-            if decode is not None and decode not in local:
-                local = (*local, decode)
-            if not local:
-                return NoRoute(role=Role.PREFILL if is_single else Role.DECODE)
-            note = self._fall_back_note()
-            return _Ways(local=local, why_local=Why.FALLBACK.value, note=note)
-        if is_single or not (local or (prefill is not None and decode is not None)):
-            return NoRoute(role=Role.DECODE if prefill is not None else Role.PREFILL)
-        if prefill is None or decode is None:
-            return _Ways(local=local)
-        extra = decode if may_be_local and decode not in local else None
-        return _Ways(prefill=prefill, decode=decode, local=local, extra=extra)
-
-    def _forced(self, want: Want) -> _Ways | None:
-        """Return the decode workers, where they prefill all that they can hold."""
-        if not self._local.is_forced:
-            return None
-        role = self._if_any(want, self._decode_role, Part.LOCAL)
-        if role is None:
-            return None
-        return _Ways(local=(role,), why_local=Why.FORCED.value, note="local prefill is set: ")
+            self._ways.find_roles()
+            self._openings.clear()
 
     def _routes(
-        self, ways: _Ways, want: Want, needs: Needs, held: Collection[str], most: int = SHORTLIST
+        self, ways: Ways, want: Want, needs: Needs, held: Collection[str], most: int = SHORTLIST
     ) -> list[Route]:
         routes = [
             Route(prefill=None, decode=entry)
@@ -315,10 +215,10 @@ class Placement:
         self, export: ExportRef, want: Want, needs: Needs, held: Collection[str], now: float
     ) -> Choice | Blocked | NoRoute | NoExport:
         sender = self._ledger.entry(export.worker_id, export.incarnation)
-        role = self._decode_role
+        role = self._ways.decode
         if sender is None:
             return NoExport()
-        if role is None or all(e is sender for e in self._fitting(want, role, Part.DECODE)):
+        if role is None or all(e is sender for e in self._ways.fitting(want, role, Part.DECODE)):
             return NoRoute(role=Role.DECODE)
         if sender.health is not Health.ALIVE:
             return Blocked()
@@ -332,18 +232,12 @@ class Placement:
         if routes and not working:
             everybody = [
                 Route(prefill=sender, decode=entry, is_export=True)
-                for entry in self._fitting(want, role, Part.DECODE)
+                for entry in self._ways.fitting(want, role, Part.DECODE)
                 if entry is not sender
             ]
             # Whose link works may have room soon.
             return Blocked() if self._ledger.shunned.working(everybody, now) else NoExport()
         return self._costs.cheapest(working, want, now) if working else Blocked()
-
-    def _fall_back_note(self) -> str:
-        roles = {entry.registration.role for entry in self._ledger.workers.values()}
-        if self._prefill_role in roles:
-            return "no prefill worker that this request may use: "
-        return "no prefill worker: "
 
     # ---- candidates and room
 
@@ -359,7 +253,7 @@ class Placement:
         free = self._fleet.with_room(role, part, needs)
         if held or want.avoid or part is not Part.PREFILL:
             # Who has room for all of a prompt can hold it.
-            free = (e for e in free if e.worker_id not in held and self._fits(e, part, want))
+            free = (e for e in free if e.worker_id not in held and fits(e, part, want))
         listed = list(itertools.islice(free, most))
         if part is Part.DECODE:
             return listed
@@ -373,25 +267,8 @@ class Placement:
                 and holder.registration.role is role
                 and holder not in listed
                 and worker_id not in held
-                and self._fits(holder, part, want)
+                and fits(holder, part, want)
                 and self._fleet.has_room(holder, part, needs)
             ):
                 listed.append(holder)
         return listed
-
-    def _if_any(
-        self, want: Want, role: Role | None, part: Part, *, may_hang: bool = True
-    ) -> Role | None:
-        """Return the role, if a worker of it could ever do that part."""
-        fitting = () if role is None else self._fitting(want, role, part)
-        can_do = (may_hang or entry.health is not Health.STALLED for entry in fitting)
-        return role if any(can_do) else None
-
-    def _fitting(self, want: Want, role: Role, part: Part) -> Iterable[WorkerEntry]:
-        return (entry for entry in self._ledger.of_role(role) if self._fits(entry, part, want))
-
-    def _fits(self, entry: WorkerEntry, part: Part, want: Want) -> bool:
-        registration = entry.registration
-        num_tokens = want.num_prompt_tokens if part is Part.PREFILL else kv_tokens(want)
-        is_avoided = bool(want.avoid) and registration.incarnation in want.avoid
-        return not is_avoided and entry.blocks_for(num_tokens) <= registration.num_blocks
