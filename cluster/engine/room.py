@@ -41,15 +41,15 @@ class Room:
         """Return how many it lacks to start."""
         return self._wanted(sequence) - len(sequence.block_ids)
 
-    def next_growth(self, sequence: Sequence) -> int:
-        """Return how many its next token will need on top of those for its present ones."""
-        num_next = min(sequence.num_tokens + 1, self.limits.max_kv_tokens(sequence))
+    def next_growth(self, sequence: Sequence, num_next: int = 1) -> int:
+        """Return how many its next tokens will need on top of those for its present ones."""
+        num_tokens = min(sequence.num_tokens + num_next, self.limits.max_kv_tokens(sequence))
         covered = max(len(sequence.block_ids), self._wanted(sequence))
-        return max(0, self._blocks_for(num_next) - covered)
+        return max(0, self._blocks_for(num_tokens) - covered)
 
-    def growing(self, running: Iterable[Sequence]) -> int:
-        """Return how many those that run need for their tokens and their next ones."""
-        return sum(self.next_growth(s) + max(0, self.short(s)) for s in running)
+    def growing(self, running: Iterable[Sequence], num_next: int = 1) -> int:
+        """Return how many those that run need for their tokens and each one's next ones."""
+        return sum(self.next_growth(s, num_next) + max(0, self.short(s)) for s in running)
 
     def needs_all(self, sequence: Sequence) -> bool:
         """Whether it starts only with blocks for all that may come, since nobody will give it any
@@ -131,12 +131,17 @@ class Room:
 
     def _due(self, running: Iterable[Sequence], preempted: Sequence | None, now: float) -> int:
         """Return how many those that started wait for; where an import of a higher tier waits,
-        the lower ones wait for it until they have aged."""
+        the lower ones wait for it until they have aged.
+
+        The preempted starts where it leaves room for the next tokens of all that run, each of which
+        may have one more until then: imports take what is left beside these, so that none goes
+        before it.
+        """
         waiting = [s for s in running if not self.promised(s, now)]
-        num_blocks = sum(max(0, self.short(sequence)) for sequence in waiting)
-        if preempted is not None and not self.promised(preempted, now):
-            num_blocks += self.short_to_start(preempted) + self.next_growth(preempted)
-        return num_blocks
+        if preempted is None or self.promised(preempted, now):
+            return sum(max(0, self.short(sequence)) for sequence in waiting)
+        num_to_start = self.short_to_start(preempted) + self.next_growth(preempted)
+        return num_to_start + self.growing(waiting, num_next=2)
 
     def _skip(self, sequence: Sequence, num_found: int) -> None:
         """Take its first tokens as computed: what it found in the cache."""
