@@ -5,7 +5,8 @@ Each look goes by the sums of a role's pools, mixed ones counted for both:
     up      at once, where what is asked is over ``_FULL`` of what the targets could do: the pool
             with the lowest cost for what a worker of it adds first, then the next
     down    where the remaining ones could do the most that was asked within the last ``quiet_s``
-            at ``_LOOSE`` of their capacity, for both roles of a mixed pool: the dearest first
+            at ``_LOOSE`` of their capacity, for both roles of a mixed pool, and nobody was asked
+            for meanwhile, whatever workers have come to show: the dearest first
 
 Between the two shares nothing moves, and after a step down what is asked has to grow by a third
 before a step up: a load that stands still settles, one that comes and goes faster than ``quiet_s``
@@ -85,11 +86,12 @@ class Scaler:
         self._arrivals = ArrivalRate()
         self._peaks = {half: Peak(config.scaling.quiet_s) for half in HALVES}
         self._standings: dict[str, _Standing] = {}
-        self._began: float | None = None
+        self._grew: dict[Role, float] = {}
+        """When workers were last asked for, by half; at first, when this began."""
 
     def decide(self, load: Load, targets: Counts, now: float) -> Decision:
         """Return the targets from now on; ``targets`` are those that hold, by pool."""
-        self._began = now if self._began is None else self._began
+        self._grew = self._grew or dict.fromkeys(HALVES, now)
         self._capacities.learn(load)
         held = {p.name: _bounded(p, targets.get(p.name, p.min_count)) for p in self._pools}
         self._note_standings(load, held, now)
@@ -98,8 +100,10 @@ class Scaler:
         for half in HALVES:
             asked = self._asked(half, load, counts, now)
             peaks[half] = self._peaks[half].add(asked, now)
-            reasons |= self._grow(half, asked, counts, now)
-        if not reasons and now - self._began >= self._scaling.quiet_s:
+            if grown := self._grow(half, asked, counts, now):
+                self._grew[half] = now
+                reasons |= grown
+        if not reasons:
             reasons = self._shrink(peaks, counts, now)
         scaled = {pool.name: counts[pool.name] for pool in self._pools if pool.is_scaled}
         return Decision(targets=scaled, reasons=reasons)
@@ -236,7 +240,8 @@ class Scaler:
     ) -> bool:
         fewer = {**counts, pool.name: counts[pool.name] - 1}
         return all(
-            self._capacity(half, fewer, now) * _LOOSE >= peaks[half]
+            now - self._grew[half] >= self._scaling.quiet_s
+            and self._capacity(half, fewer, now) * _LOOSE >= peaks[half]
             for half in HALVES
             if serves(pool, half)
         )

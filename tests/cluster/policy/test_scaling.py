@@ -295,6 +295,17 @@ def test_one_that_has_just_begun_takes_nobody_away():
     assert looks.look(2)["d"] == 1
 
 
+def test_steps_that_turn_out_shorter_take_nobody_away_who_has_just_come():
+    """The speed of a worker is learnt in jumps, and no load."""
+    looks = Looks(*pair(), tpot_target_s=0.3)
+    looks.look(int(QUIET_S))
+    steps = {"num_sequences": 6, "step_base_s": 0.01}
+    assert looks.look(d={**steps, "step_per_seq_s": 0.1})["d"] == 4
+    steps["step_per_seq_s"] = 0.005
+    assert looks.look(int(QUIET_S) - 1, d=steps)["d"] == 4
+    assert looks.look(2, d=steps)["d"] == 1
+
+
 def test_a_load_between_the_bounds_moves_nothing():
     """What let a worker go doesn't ask for it again."""
     looks = Looks(*pair())
