@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _EVERY_S = 2.0
-_REPLICA = f"ray::ServeReplica:{APP_NAME}:"
+_REPLICA = f":ServeReplica:{APP_NAME}:"
+"""In the title that Ray gives a replica's process; its constructor has more before it."""
 
 
 class ClusterLoading:
@@ -63,6 +64,7 @@ def work_here(node_id: str) -> dict[str, float]:
     found = {}
     for process in psutil.Process(os.getppid()).children():
         with contextlib.suppress(psutil.Error, IndexError):
-            if process.cmdline()[0].startswith(_REPLICA):
+            title = process.cmdline()[0]
+            if title.startswith("ray::") and _REPLICA in title:
                 found[f"{process.pid} on {node_id}"] = work(process)
     return found
