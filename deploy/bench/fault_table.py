@@ -3,9 +3,9 @@
 Eight clients call one after another, 100 times each at least and until the cluster is whole again.
 Once each has been served twenty times, one process gets ``kill -9``, or is stopped for ten seconds
 where that is said; whoever hosts the cluster replaces what died. A call has failed unless every
-token came. *p50 after* is of the good calls that began five seconds or more after the fault and
-ended before the replacement was there; where it came sooner, of all that began so late, and the row
-says so.
+token came and is what the prompt gives undisturbed, as ``answers`` has it. *p50 after* is of the
+good calls that began five seconds or more after the fault and ended before the replacement was
+there; where it came sooner, of all that began so late, and the row says so.
 *Replaced* is when the new worker has got its first leg. With one worker of each kind a call may
 fail where nobody was left who could serve it: between the death of the only decode worker and its
 replacement, and never at the death of the prefill worker, as decode workers prefill, too. Each
@@ -47,6 +47,7 @@ _P50 = Bar(subject="ratio", relation="<=", limit=1.5)
 _ALL = Bar(subject="ratio", relation=">=", limit=1.0)
 _REPLACED = Bar(subject="value", relation="<=", limit=20.0)
 _WAIT_S = 600.0
+_WRONG = "wrong_token"
 _GAP_CLIENTS, _GAP_S = 2, 0.5
 """Who calls while the only decode worker is away, and how long each call has."""
 _IN_A_WHILE = (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)
@@ -151,6 +152,7 @@ class _Table:
             return killed_at, replaced_at
 
         story = self._tell(f"{role.value} killed", strike)
+        meanwhile[:] = self._marked(meanwhile)
         what = f"{self._shape}, kill -9 of a {role.value} worker"
         rows = [
             self._failed(story, what, _NONE if is_spare else None),
@@ -203,9 +205,24 @@ class _Table:
                 _WAIT_S,
                 "no good call after the fault",
             )
-        story = _Story(load.calls, began, at, repaired)
+        story = _Story(self._marked(load.calls), began, at, repaired)
         _tell_failures(story)
         return story
+
+    def _marked(self, calls: list[Call]) -> list[Call]:
+        """Return the calls; those that got a wrong token have failed, and none of them may."""
+        from deploy.bench.answers import AnswerKey  # loads torch, which no client is to wait for
+
+        key = AnswerKey(self._site.folder, self._doors.config)
+        marked = []
+        with closing(self._site.progress(f"{NAME} answers", len(calls), "answer")) as bar:
+            for call in calls:
+                at = None if call.error else key.wrong_at(call.prompt_ids, call.output_ids)
+                why = f"token {at} is not what the model gives"
+                wrong = replace(call, error=_WRONG, reason=why, is_typed=False)
+                marked.append(call if at is None else wrong)
+                bar.update()
+        return marked
 
     def _replaced_at(self, dead: WorkerView) -> float:
         """Wait for the heir's first leg."""

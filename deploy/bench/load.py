@@ -51,6 +51,8 @@ class Call:
     at which stage of the request it happened."""
     num_attempts: int = 1
     """How often it was placed, as its end says; of failed calls nothing is known."""
+    prompt_ids: tuple[int, ...] = ()
+    output_ids: tuple[int, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -129,10 +131,11 @@ class Load:
 def one_call(client: Client, ask: Ask, draw: random.Random) -> Call:
     """Make one call and tell what became of it; never raises."""
     started, error, reason, is_typed = time.monotonic(), "", "", True
-    num_tokens, num_attempts = 0, 1
+    asked, num_attempts = prompt_ids(ask.num_prompt_tokens, draw), 1
+    output_ids: list[int] = []
     try:
         pieces = client.generate(
-            prompt_ids=pb.TokenIds(ids=prompt_ids(ask.num_prompt_tokens, draw)),
+            prompt_ids=pb.TokenIds(ids=asked),
             max_tokens=ask.max_tokens,
             temperature=0.0,
             ignore_eos=True,
@@ -140,10 +143,10 @@ def one_call(client: Client, ask: Ask, draw: random.Random) -> Call:
             timeline=True,
         )
         for piece in pieces:
-            num_tokens += len(piece.token_ids)
+            output_ids.extend(piece.token_ids)
             num_attempts = max(num_attempts, piece.timeline.num_attempts)
-        if num_tokens != ask.max_tokens:
-            error, is_typed = f"{num_tokens} tokens of {ask.max_tokens}", False
+        if len(output_ids) != ask.max_tokens:
+            error, is_typed = f"{len(output_ids)} tokens of {ask.max_tokens}", False
     except PdserveError as failure:
         error, reason = failure.code, failure.message
         is_told = failure.is_retryable or isinstance(failure, DeadlineExceeded)
@@ -157,6 +160,8 @@ def one_call(client: Client, ask: Ask, draw: random.Random) -> Call:
         reason=reason,
         is_typed=is_typed,
         num_attempts=num_attempts,
+        prompt_ids=tuple(asked),
+        output_ids=tuple(output_ids),
     )
 
 
