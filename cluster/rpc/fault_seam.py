@@ -6,6 +6,7 @@ A stream is one lane: messages keep their order, but for the fault that is there
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     Deliver = Callable[[], None]
+
+logger = logging.getLogger(__name__)
 
 
 class FaultyLane:
@@ -50,17 +53,17 @@ class FaultyLane:
         firing = self._switch.at(point, peer)
         verb = firing.fault.verb if firing is not None else None
         if firing is None:
-            self._pass(deliver)
+            self._pass(deliver, point.value)
         elif verb in (Verb.DELAY, Verb.HOLD):
             self._stop(firing, deliver)
         elif verb is Verb.DUPLICATE:
-            self._pass(deliver)
-            self._pass(deliver)
+            self._pass(deliver, point.value)
+            self._pass(deliver, point.value)
         elif verb is Verb.REORDER:
             self._swapped = deliver
         elif verb is Verb.EARLY and early is not None:
-            self._pass(early)
-            self._pass(deliver)
+            self._pass(early, point.value)
+            self._pass(deliver, point.value)
         elif verb is Verb.FAIL and broken is not None:
             broken()
 
@@ -70,8 +73,10 @@ class FaultyLane:
         self._behind.clear()
         self._switch.unsubscribe(self._plan_changed)
 
-    def _pass(self, deliver: Deliver) -> None:
+    def _pass(self, deliver: Deliver, name: str) -> None:
         swapped, self._swapped = self._swapped, None
+        if swapped is not None:
+            logger.warning("fault=reorder overtaken by=%s", name)
         for each in (deliver, swapped):
             if each is None:
                 continue

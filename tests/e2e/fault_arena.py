@@ -12,7 +12,7 @@ from concurrent.futures import Future
 
 from cluster.config import Role, TransportKind
 from tests.e2e.asker import Asker
-from tests.e2e.fault_cells import ELSEWHERE, REASONS, STATES, Cell, Row, rows
+from tests.e2e.fault_cells import REASONS, STATES, Cell, Row, rows
 from tests.e2e.fault_scene import NotEntered, Scene
 from tests.e2e.plain_cluster import make_config, with_pool
 from tests.e2e.pool_books import wait_proven
@@ -127,7 +127,7 @@ class Arena:
                 bystanders.check(0, bystander)
             assert victim.seconds < DEADLINE_S + LATE_S, "it hung past its deadline"
             assert not cell.is_left or victim.error == "cancelled", "it ended before it left"
-            outcome = victim.error.removesuffix("_exceeded") or "ok"
+            outcome = cell.outcome(victim.error)
         finally:
             self._matrix.outcomes[cell] = f"{outcome} {victim.seconds:.1f}s"
 
@@ -250,7 +250,7 @@ class Matrix:
     def as_text(self) -> str:
         """Return the matrix: for each transport a line for each fault, a column for each state."""
         mine = {cell.row for cell in self.results}
-        chosen = [row for row in rows() if row in mine]
+        chosen = [row for row in rows() if row in mine or all(map(row.obstacle, STATES))]
         width = max((len(str(row)) for row in chosen), default=0)
         lines = []
         for transport in NUM_CLUSTERS:
@@ -265,8 +265,5 @@ class Matrix:
         return "\n" + "\n".join(lines) + "\n"
 
     def _text_of(self, row: Row, state: str, transport: TransportKind) -> str:
-        obstacle = row.obstacle(state)
         cell = Cell(row, state, transport)
-        if not obstacle and transport is not GLOO and not cell.moves_kv:
-            obstacle = ELSEWHERE
-        return f"({obstacle})" if obstacle else self.outcomes.get(cell, "not asked for")
+        return f"({cell.obstacle})" if cell.obstacle else self.outcomes.get(cell, "not asked for")

@@ -74,6 +74,8 @@ HEARD_BY = {
     Point.REDIRECT: (Role.PREFILL,),
 }
 """Where it is not the decode worker."""
+LAST_WORDS = (Point.CREDIT, Point.COMMIT, Point.ABORT)
+"""Behind which nothing of the same handoff comes that way, until they are heard."""
 LEAVING = (Point.ABORT, Point.LEG_ABORT)
 """What is said because the client left."""
 CONTROL_KINDS = {Point.CONTROL_OUT: ("want", "done"), Point.CONTROL_IN: ("grant",)}
@@ -96,6 +98,9 @@ AT_THE_END = "at the end"
 OF_OPERATORS = "operators'"
 OF_OTHERS = "of others"
 NO_REFUSAL = "no refusal"
+LAST_WORD = "last word"
+LONE = "lone"
+BYTES_NEXT = "bytes next"
 REASONS = {
     NO_WORKER: "nobody has granted the request, so no worker and no link has anything of it",
     NO_HANDOFF: "no handoff is under way, so no message of one is",
@@ -113,6 +118,9 @@ REASONS = {
     OF_OPERATORS: "what an operator orders, and no request: test_drain, test_set_role",
     OF_OTHERS: "another client's word on a request, by its id: tests of cluster.control",
     NO_REFUSAL: "said here of a leg that was lost, and of nothing else: it would be a second fault",
+    LAST_WORD: "nothing of its handoff comes behind it; the next one's does in test_overtaken",
+    LONE: "a worker is told nothing else by the control plane, unless another request is given up",
+    BYTES_NEXT: "its bytes are due, and no word follows before they are taken, or Gloo gives up",
 }
 ROUTERS, WORKERS = "control's stream", "worker's stream"
 _OUT, _IN = Point.CONTROL_OUT, Point.CONTROL_IN
@@ -168,17 +176,26 @@ class Row:
     def __str__(self) -> str:
         return f"{self.component}: {self.fault}"
 
+    @property
+    def why_alone(self) -> str:
+        """Why nothing could overtake it, where that is the fault; else empty."""
+        if self.verb is not Verb.REORDER:
+            return ""
+        if self.point in LAST_WORDS:
+            return LAST_WORD
+        return LONE if (self.component, self.point) == (WORKERS, Point.CONTROL_IN) else ""
+
     def obstacle(self, state: str) -> str:
         """Return why there is no cell in this state; empty where there is one."""
         if self.states:
-            return "" if state in self.states else self.elsewhere
+            return self.why_alone if state in self.states else self.elsewhere
         if state == "wanted":
             is_there = self.kind in (Kind.CONTROL, Kind.CLIENT) or (
                 self.kind is Kind.PROCESS and self.component in ("control", "router")
             )
             return "" if is_there else NO_WORKER
         if self.point not in SPANS or state in SPANS[self.point]:
-            return ""
+            return self.why_alone
         return _why_not_under_way(self.point, state)
 
 
@@ -202,6 +219,19 @@ class Cell:
 
     def __str__(self) -> str:
         return f"{self.transport.value}-{self.row.component}-{self.row.fault}-{self.state}"
+
+    @property
+    def obstacle(self) -> str:
+        """Why it cannot be; empty where it can."""
+        is_gloo = self.transport is TransportKind.TORCH_DIST
+        if obstacle := self.row.obstacle(self.state):
+            return obstacle
+        if not is_gloo and not self.moves_kv:
+            return ELSEWHERE
+        # Where more is still being computed, more is to be sent: one segment after the other.
+        is_blocked = is_gloo and self.state in ("reserved", "sending", "redirected")
+        is_ahead = self.row.point is Point.MANIFEST and self.row.verb is Verb.REORDER
+        return BYTES_NEXT if is_blocked and is_ahead else ""
 
     @property
     def moves_kv(self) -> bool:
@@ -245,6 +275,11 @@ class Cell:
     def is_left(self) -> bool:
         """Whether the client leaves."""
         return self.row.kind in (Kind.CLIENT, Kind.LEAVING)
+
+    def outcome(self, error: str) -> str:
+        """Return what is told of a victim that has ended so, as it may."""
+        is_overtaken = self.row.verb is Verb.REORDER and (self.is_left or not error)
+        return "overtaken" if is_overtaken else error.removesuffix("_exceeded") or "ok"
 
     @property
     def is_forgotten_late(self) -> bool:
@@ -320,8 +355,8 @@ def _verbs(point: Point) -> list[Verb]:
 
 
 def cells() -> Iterator[Cell]:
-    """Return every cell that there can be, over one transport."""
-    for row in rows():
-        for state in STATES:
-            if not row.obstacle(state):
-                yield Cell(row, state)
+    """Return every cell that there can be."""
+    for transport in (TransportKind.TORCH_DIST, TransportKind.SHM):
+        for row in rows():
+            mine = (Cell(row, state, transport) for state in STATES)
+            yield from (cell for cell in mine if not cell.obstacle)

@@ -45,19 +45,23 @@ class Scene:
         self._router = router
         self._extra: tuple[wire.Fault, ...] = ()
         """What else shall happen on every worker, besides that the victim is held."""
+        self._num_before = 0
+        """Messages that were overtaken before this cell."""
 
     def play(self, cell: Cell, victim: Stream, bystander: Stream) -> None:
         """Bring the victim into the cell's state, do the fault, and wait for the victim's end.
 
         ``bystander`` is another request: at the same router, for faults of messages that the
-        victim's state does not depend on, or at the other one where the router dies.
+        victim's state does not depend on, or at the other one where the router dies. A message is
+        in the wrong order only where another one came before it; else it was late.
         """
+        self._num_before = self._num_overtaken()
         plays: dict[Kind, Callable[[Cell, Stream], None]] = {
             Kind.PROCESS: lambda cell, victim: self._break_process(cell, victim, bystander),
-            Kind.CLIENT: self._leave,
+            Kind.CLIENT: lambda cell, victim: self._leave(cell, victim, bystander),
             Kind.LINK: self._break_link,
             Kind.MESSAGE: self._break_message,
-            Kind.LEAVING: self._leave,
+            Kind.LEAVING: lambda cell, victim: self._leave(cell, victim, bystander),
             Kind.CONTROL: lambda cell, victim: self._break_stream(cell, victim, bystander),
             Kind.REPORT: self._break_report,
             Kind.DEATH: self._hide_death,
@@ -65,6 +69,8 @@ class Scene:
         }
         plays[cell.row.kind](cell, victim)
         victim.wait_end()
+        if cell.row.verb is Verb.REORDER:
+            self._wait_overtaken()
 
     def mend(self) -> None:
         """Let go of everything, and start again what was killed."""
@@ -139,9 +145,9 @@ class Scene:
                 f"part {num_parts} of the layers has not landed",
             )
 
-    def _release(self) -> None:
-        """Let go of all that is held; what was killed or stands still is left alone."""
-        for name in (self._router, *self._cluster.pools):
+    def _release(self, *names: str) -> None:
+        """Let go of all that is held, or by these; who was killed or stands still is left alone."""
+        for name in names or (self._router, *self._cluster.pools):
             if name in self._cluster.processes:
                 self._cluster.faults(name).clear()
 
@@ -175,6 +181,10 @@ class Scene:
                 self._set(Role.DECODE, _FAILS)
             self._set(None, there)
             victim.start()
+            if cell.row.verb is Verb.REORDER:
+                self._wait_held([self._router])
+                bystander.start()  # its word comes first
+                bystander.wait_end()
             victim.wait_end()
             self._wait_held([self._router])
             return
@@ -183,7 +193,8 @@ class Scene:
         bystander.start()
         self._wait_held([self._router])
         assert not victim.ended_at, "the victim is over"
-        self._release()
+        self._release(*self._cluster.pools)
+        victim.wait_end()  # what is said of that comes before the bystander's, where it has to
         bystander.wait_end()
 
     def _break_report(self, cell: Cell, victim: Stream) -> None:
@@ -222,7 +233,7 @@ class Scene:
 
     # ---- clients and links
 
-    def _leave(self, cell: Cell, victim: Stream) -> None:
+    def _leave(self, cell: Cell, victim: Stream, bystander: Stream) -> None:
         """The client leaves; where a message is to be broken, it is one that says so."""
         is_message = cell.row.kind is Kind.LEAVING
         if is_message:
@@ -233,7 +244,12 @@ class Scene:
         victim.leave()
         if is_message:
             wait_until(self._has_extra_fired, 10, "the fault did not happen")
+        if cell.row.verb is Verb.REORDER:
+            bystander.start()
+            self._wait_overtaken()
         self._release()
+        if bystander.started_at:
+            bystander.wait_end()
 
     def _has_extra_fired(self) -> bool:
         return any(self._fired(name)[-1] for name in (self._router, *self._cluster.pools))
@@ -341,6 +357,15 @@ class Scene:
 
     def _fired(self, name: str) -> list[int]:
         return self._cluster.faults(name).fired() or [0]
+
+    def _wait_overtaken(self) -> None:
+        is_overtaken = lambda: self._num_overtaken() > self._num_before  # noqa: E731
+        wait_until(is_overtaken, 5, "it was late, and nothing came before it")
+
+    def _num_overtaken(self) -> int:
+        """Return how often a message was heard after the one behind it, as the logs have it."""
+        names = (self._router, *self._cluster.pools)
+        return sum(self._cluster.log(name).count("fault=reorder overtaken") for name in names)
 
     def _num_passed(self, point: Point) -> int:
         return sum(self._cluster.faults(n).passed(point.value) for n in self._of(Role.DECODE))

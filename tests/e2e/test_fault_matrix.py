@@ -7,17 +7,13 @@ there can be no cell.
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
-from tests.e2e.fault_arena import SHM, Matrix
+from tests.e2e.fault_arena import Matrix
 from tests.e2e.fault_cells import Cell, cells
 from tests.factories_model import write_tiny_llama
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
-PLAIN = list(cells())
-CELLS = PLAIN + [dataclasses.replace(cell, transport=SHM) for cell in PLAIN if cell.moves_kv]
 HEAD_DIM = 1024
 """32 KiB of KV a token: a step of one chunk is worth sending layer by layer."""
 
@@ -35,7 +31,7 @@ def matrix(request, tmp_path_factory, pytestconfig):
         manager.getplugin("terminalreporter").write(matrix.as_text())
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=str)
+@pytest.mark.parametrize("cell", list(cells()), ids=str)
 def test_nothing_is_lost(cell: Cell, matrix: Matrix):
     """CASES P-11, P-19, P-20, P-21: pools add up, the canary is right, and nobody hangs."""
     matrix.results[cell].result()

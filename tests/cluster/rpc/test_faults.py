@@ -75,6 +75,16 @@ async def test_the_second_is_lost_repeated_or_overtaken(verb, expected):
     assert lane.switch.fired() == (1,)
 
 
+async def test_what_nothing_comes_behind_is_late_and_was_not_overtaken(caplog):
+    lane = Lane(offer_fault(Verb.REORDER))
+    assert lane.say(OFFERS[0]) == []
+    lane.switch.set([offer_fault(Verb.REORDER)])
+    assert lane.half.heard == OFFERS[:1]
+    assert "overtaken" not in caplog.text
+    assert lane.say(*OFFERS[1:]) == [OFFERS[0], OFFERS[2], OFFERS[1]]
+    assert "overtaken by=signal.offer" in caplog.text
+
+
 async def test_what_is_held_keeps_its_order_and_all_behind_it():
     lane = Lane(offer_fault(Verb.HOLD, nth=2))
     late = AbortHandoff(handoff_id="b", cause=AbortCause.CANCELLED)
