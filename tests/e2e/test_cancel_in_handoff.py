@@ -6,7 +6,7 @@ import pytest
 
 from tests.e2e.fault_cells import STATES
 from tests.e2e.fault_scene import Scene
-from tests.e2e.leaving import DOORS, GAUGES_S, GrpcCall, narrow_pair
+from tests.e2e.leaving import CHUNK_TOKENS, DOORS, GAUGES_S, GrpcCall, narrow_pair, report_of
 from tests.e2e.plain_cluster import wait_until
 from tests.e2e.pool_books import wait_proven
 from tests.e2e.process_cluster import fault, process_cluster
@@ -17,13 +17,16 @@ NUM_PROMPT = {"sent": 4}
 """Of one chunk where the first message with bytes shall be the last."""
 PHASES = {
     "offered": "prefill",
+    "prefilled": "decode",
     "reserved": "prefill",
     "sending": "prefill",
     "sent": "decode",
     "committed": "decode",
 }
 """The ``phase`` of the aborted counter, by state: with its first token out, a request is in decode.
-There is one decode worker: an export that waits has nowhere to go."""
+``prefilled``: all is computed, and the decode worker has not heard of it. There is one decode
+worker: an export that waits has nowhere to go."""
+HELD_AS = {"prefilled": "offered"}
 UNFINISHED = (fault("hold", "engine.step", nth=7),)
 """The step that ends a prompt of 40 tokens, and draws the first token."""
 
@@ -46,17 +49,22 @@ def test_leaving_in_mid_handoff_gives_everything_back(state, door, cluster):
     What a link is reading is held until it has read, and seen to be free as soon as it is.
     """
     cluster.wait_quiet()
-    before, num_drawn = cluster.metrics(), _num_generated(cluster, "prefill-0")
+    before, num_drawn = cluster.metrics(), _count(cluster, "prefill-0", "generated_tokens")
     in_prefill = PHASES[state] == "prefill"
     # STEP 1: the handoff stands still, in mid-prompt or with the first token out.
-    hold = dataclasses.replace(STATES[state], nth=1)
+    hold = dataclasses.replace(STATES[HELD_AS.get(state, state)], nth=1)
     holder = Scene(cluster).hold(hold, *(UNFINISHED if in_prefill else ()))
     call = DOORS[door].call(cluster, NUM_PROMPT.get(state, 40), 200)
     cluster.faults(holder).wait_fired()
     if not in_prefill:
-        is_out = lambda: _num_generated(cluster, "prefill-0") > num_drawn  # noqa: E731
+        is_out = lambda: _count(cluster, "prefill-0", "generated_tokens") > num_drawn  # noqa: E731
         wait_until(is_out, 10, "no first token")
         cluster.metrics()  # by now its router has it too
+    if state == "prefilled":
+        is_through = lambda: report_of(cluster, "prefill-0").num_running == 0  # noqa: E731
+        wait_until(is_through, 5, "it is still computed")
+        assert report_of(cluster, "prefill-0").num_transferring == 1
+        assert report_of(cluster, "decode-0").blocks.importing == 0
     # STEP 2: the client leaves, and the handoff goes on.
     DOORS[door].leave(call)
     assert cluster.faults(holder).clear()[0] == 1
@@ -75,22 +83,35 @@ def test_leaving_in_mid_handoff_gives_everything_back(state, door, cluster):
     following.wait_end()
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_after_leaving_at_most_the_step_that_runs_and_one_more_are_computed(door, cluster):
+SLOWED = {
+    "decode": ("decode-0", "generated_tokens", 1, 40),
+    "prefill": ("prefill-0", "prefilled_tokens", CHUNK_TOKENS, 800),
+}
+"""By half: its worker, what it counts, tokens of a step, and how long a prompt it is asked for."""
+FEW_DOORS = ("stream-fin", "whole-rst", "grpc-call")
+
+
+@pytest.mark.parametrize(
+    ("half", "door"),
+    [("decode", door) for door in DOORS] + [("prefill", door) for door in FEW_DOORS],
+)
+def test_after_leaving_at_most_the_step_that_runs_and_one_more_are_computed(half, door, cluster):
     """CASES P-11: steps are slow here, so that tokens count them; gauges fall within 1 s."""
+    worker_id, counter, num_of_step, num_prompt = SLOWED[half]
     cluster.wait_quiet()
-    decode = cluster.faults("decode-0")
-    decode.set(fault("delay", "engine.step", times=0, seconds=STEP_S))
-    before = _num_generated(cluster)
-    call = DOORS[door].call(cluster, 40, 200)
-    wait_until(lambda: _num_generated(cluster) >= before + 3, 10, "it does not decode")
-    at_leaving = _num_generated(cluster)
+    slowed = cluster.faults(worker_id)
+    slowed.set(fault("delay", "engine.step", times=0, seconds=STEP_S))
+    before = _count(cluster, worker_id, counter)
+    call = DOORS[door].call(cluster, num_prompt, 200)
+    is_amidst = lambda: _count(cluster, worker_id, counter) >= before + 3 * num_of_step  # noqa: E731
+    wait_until(is_amidst, 10, "it does not come so far")
+    at_leaving = _count(cluster, worker_id, counter)
     DOORS[door].leave(call)
     cluster.wait_quiet(GAUGES_S)
-    assert decode.clear()[0] >= 3, "the steps were not slow"
-    assert _num_generated(cluster) - at_leaving <= 3, "a report may be a step late"
+    assert slowed.clear()[0] >= 3, "the steps were not slow"
+    num_more = _count(cluster, worker_id, counter) - at_leaving
+    assert num_more <= 3 * num_of_step, "a report may be a step late"
 
 
-def _num_generated(cluster, worker_id: str = "decode-0") -> float:
-    (worker,) = (w for w in cluster.view().workers if w.worker.worker_id == worker_id)
-    return worker.report.counters["generated_tokens"]
+def _count(cluster, worker_id: str, counter: str) -> float:
+    return report_of(cluster, worker_id).counters[counter]

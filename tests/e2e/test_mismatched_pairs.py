@@ -14,13 +14,14 @@ from cluster.config import Dtype, Role
 from cluster.model.loader import LoadedModel
 from tests.e2e.children import run_worker
 from tests.e2e.plain_cluster import make_config, wait_until, with_pool
-from tests.e2e.process_cluster import ProcessCluster
+from tests.e2e.process_cluster import ProcessCluster, fault
 from tests.e2e.reference import ROUNDED_TIE
 from tests.e2e.streams import Prompts
 from tests.factories_model import write_tiny_llama
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(60)]
 POOLS = {"prefill": (Role.PREFILL, 1), "decode": (Role.DECODE, 1)}
+NUM_CONVERTED, STEP_S = 6, 0.05
 
 
 class Mismatched(ProcessCluster):
@@ -75,38 +76,53 @@ def test_block_sizes_that_differ_are_converted(prefill_size, decode_size, start,
     cluster.wait_quiet()
 
 
-@pytest.mark.parametrize(
-    "dtypes",
-    [(Dtype.FP32, Dtype.BF16), (Dtype.BF16, Dtype.FP32), (Dtype.FP32, Dtype.FP16)],
-    ids=lambda dtypes: "-".join(dtype.value for dtype in dtypes),
-)
-def test_dtypes_that_differ_are_converted(dtypes, start, tiny_llama):
-    """CASES P-22: KV of 16 bits on one side gives the tokens of fp32, but for what rounding moves.
+DTYPES = (Dtype.FP32, Dtype.BF16, Dtype.FP16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.value)
+def test_dtypes_that_differ_are_converted(dtype, start, tiny_llama):
+    """CASES P-22: from each to both others. KV of 16 bits gives the tokens of fp32, but for what
+    rounding moves.
 
     The first token is the prefill worker's own; all others read KV that was converted.
     """
-    config = make_config(tiny_llama, POOLS)
-    config = with_pool(config, "prefill", kv_dtype=dtypes[0])
-    cluster = start(with_pool(config, "decode", kv_dtype=dtypes[1]))
+    others = {f"{other.value}-0": other for other in DTYPES if other is not dtype}
+    pools = {"prefill": POOLS["prefill"]}
+    pools |= {other.value: POOLS["decode"] for other in others.values()}
+    config = with_pool(make_config(tiny_llama, pools), "prefill", kv_dtype=dtype)
+    for other in others.values():
+        # As many places as there are requests, which all run at once: so each has its share.
+        num_places = NUM_CONVERTED // len(others)
+        config = with_pool(config, other.value, kv_dtype=other, max_num_seqs=num_places)
+    cluster = start(config)
     for worker_id in cluster.pools:
         cluster.join(worker_id)
+    for worker_id in cluster.pools:
         cluster.wait_ready(worker_id)
     cluster.wait_whole()
-    prompts = Prompts(tiny_llama, 4, num_prompt=50, num_tokens=12)
+    prompts = Prompts(tiny_llama, NUM_CONVERTED, num_prompt=50, num_tokens=12)
     clear = [gaps[1] for gaps in prompts.reference.gaps if gaps[1] > ROUNDED_TIE]
-    assert len(clear) >= 3, "ties prove nothing"
-    streams = [prompts.stream(cluster.grpc, number) for number in range(4)]
+    assert len(clear) >= NUM_CONVERTED - 1, "ties prove nothing"
+    for worker_id in others:
+        cluster.faults(worker_id).set(fault("delay", "engine.step", times=0, seconds=STEP_S))
+    streams = [prompts.stream(cluster.grpc, number) for number in range(NUM_CONVERTED)]
     for number, stream in enumerate(streams):
         stream.wait_end()
         prompts.check(number, stream, near_tie=ROUNDED_TIE)
     cluster.wait_quiet()
-    wait_until(lambda: num_imports(cluster) == 4, 5, "some KV was not handed over")
-    assert num_reserved(cluster) == 4
+    reserved = {worker_id: num_reserved(cluster, worker_id) for worker_id in others}
+    assert all(reserved.values()), f"one of the pairs had nothing to do: {reserved}"
+    assert sum(reserved.values()) == NUM_CONVERTED
+    wait_until(lambda: num_imports(cluster) == reserved, 5, "some KV was not converted")
 
 
-def num_imports(cluster: Mismatched) -> float:
-    workers = cluster.view().workers
-    return sum(w.report.counters.get("imports_ok", 0) for w in workers)
+def num_imports(cluster: Mismatched) -> dict[str, float]:
+    """By decode worker."""
+    return {
+        w.worker.worker_id: w.report.counters["imports_ok"]
+        for w in cluster.view().workers
+        if w.worker.role is Role.DECODE
+    }
 
 
 def other_layers(tmp_path_factory) -> dict:
@@ -215,6 +231,6 @@ def check_refused(cluster: Mismatched, reason: str) -> None:
     assert view.report.counters["legs_received"] == 0
 
 
-def num_reserved(cluster: Mismatched) -> int:
-    """Imports that the decode worker has ever begun: its log tells each."""
-    return len(re.findall(r"handoff=\S+ leg=\S+ reserved", cluster.log("decode-0")))
+def num_reserved(cluster: Mismatched, worker_id: str = "decode-0") -> int:
+    """Imports that a decode worker has ever begun: its log tells each."""
+    return len(re.findall(r"handoff=\S+ leg=\S+ reserved", cluster.log(worker_id)))

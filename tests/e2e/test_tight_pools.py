@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
+import statistics
 import threading
 import time
 
+import psutil
 import pytest
 
 from cluster.config import Preemption
@@ -16,7 +19,7 @@ from tests.e2e.streams import Prompts, Stream
 from tests.e2e.tight_pools import check_progress, is_pinned, pair, report_of, slow_steps
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(120)]
-STORM = 100
+STORM, NUM_STORM_TOKENS = 100, 600
 ROUNDS = 5
 LONGEST_S = 3.0
 NUM_IDLE = 4
@@ -24,6 +27,9 @@ NUM_PROBE_TOKENS = 120
 """So many that a probe takes long enough for twice as long to say something."""
 BUSY = 1.25
 """Rounds of the same storm may differ by this, on a machine that runs its hundred threads too."""
+WINDOW = 3
+NUM_MORE = 20
+"""So many descriptors and threads a process may have more than before a hundred more have left."""
 LEASE_S = 100.0
 
 
@@ -47,15 +53,23 @@ def test_an_abort_storm_leaves_an_idle_cluster(tiny_llama, tmp_path):
         # The first one finds no link and cold code.
         idle_s = max([_probe(cluster, probes, number) for number in range(NUM_IDLE)][1:])
         took: list[float] = []
+        kept = _num_kept(cluster)
         for number in range(NUM_IDLE, NUM_IDLE + ROUNDS):
             began_at = time.monotonic()
             _storm(cluster, storm, leaves)
-            stormed_at = time.monotonic()
+            stormed_at, before = time.monotonic(), _num_computed(cluster)
             _probe(cluster, probes, number)
             assert time.monotonic() - stormed_at <= 2 * idle_s, "it waited for what was left"
             took.append(time.monotonic() - began_at)
             cluster.wait_quiet(5)
-        assert min(took[-2:]) <= BUSY * min(took[:2]), f"each round leaves something: {took}"
+            num_more = _num_computed(cluster) - before - num_prompt - NUM_PROBE_TOKENS
+            assert num_more < num_prompt + NUM_STORM_TOKENS, "one that was left was computed on"
+            was_kept, kept = kept, _num_kept(cluster)
+            grown = {name: num - was_kept[name] for name, num in kept.items()}
+            assert number == NUM_IDLE or max(grown.values()) < NUM_MORE, f"it keeps more: {grown}"
+        medians = [statistics.median(took[i : i + WINDOW]) for i in range(len(took) - WINDOW + 1)]
+        for median, later in itertools.pairwise(medians):
+            assert later <= BUSY * median, f"each round leaves something: {took}"
         assert sum(took) < LEASE_S, "a lease may have run out"
         aborted = sum(
             cluster.metrics(router).total("pdserve_requests_aborted_total")
@@ -67,7 +81,8 @@ def test_an_abort_storm_leaves_an_idle_cluster(tiny_llama, tmp_path):
 def _storm(cluster, storm: list[list[int]], leaves: list[float]) -> None:
     addresses = [doors.grpc for doors in cluster.routers.values()]
     streams = [
-        Stream(addresses[i % 2], prompt, 600, deadline_s=60) for i, prompt in enumerate(storm)
+        Stream(addresses[i % 2], prompt, NUM_STORM_TOKENS, deadline_s=60)
+        for i, prompt in enumerate(storm)
     ]
     leaving = [
         threading.Timer(at_s, stream.leave) for at_s, stream in zip(leaves, streams, strict=True)
@@ -78,6 +93,18 @@ def _storm(cluster, storm: list[list[int]], leaves: list[float]) -> None:
     for stream, timer in zip(streams, leaving, strict=True):
         timer.join()
         stream.wait_end()
+
+
+def _num_computed(cluster) -> float:
+    """Tokens of prompts and outputs, on all workers."""
+    counters = [worker.report.counters for worker in cluster.view().workers]
+    return sum(each["prefilled_tokens"] + each["generated_tokens"] for each in counters)
+
+
+def _num_kept(cluster) -> dict[str, int]:
+    """Descriptors and threads, by process."""
+    processes = {name: psutil.Process(cluster.pid(name)) for name in cluster.processes}
+    return {name: each.num_fds() + each.num_threads() for name, each in processes.items()}
 
 
 def _probe(cluster, probes: Prompts, number: int) -> float:
