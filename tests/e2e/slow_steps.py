@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
+from tests.e2e.plain_cluster import view_of
 from tests.e2e.process_cluster import Faults, fault
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ def slow_steps(cluster, pool: str, seconds: float) -> Iterator[dict[str, Faults]
 
     Who dies meanwhile is to be taken out.
     """
-    workers = [w.worker for w in cluster.view().workers if w.worker.pool == pool]
+    workers = [w.worker for w in view_of(cluster).workers if w.worker.pool == pool]
     switches = {each.worker_id: Faults(each.address) for each in workers}
     try:
         for switch in switches.values():
