@@ -3,6 +3,9 @@
 Its argument is the dashboard's port, 0 for none. It reads one JSON line, a list of nodes
 (``num_gpus``, ``resources``, ``labels``), and prints one: the address and each node's raylet, its
 pid and the id of its node. It ends with its standard input.
+
+A second argument, JSON as well, are the kinds of nodes that Ray's autoscaler starts and ends
+(``node_kinds``).
 """
 
 from __future__ import annotations
@@ -16,7 +19,10 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.e2e.plain_cluster import REPO
+import psutil
+
+from tests.e2e import node_kinds
+from tests.e2e.plain_cluster import REPO, free_ports, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -31,6 +37,7 @@ ENVIRONMENT = {
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     "HF_HUB_OFFLINE": "1",
 }
+_SCRIPT = (sys.executable, "-m", "tests.e2e.ray_nodes")
 _STORE_BYTES = 80 << 20
 
 
@@ -54,15 +61,24 @@ class RayNodes:
 
 
 @contextlib.contextmanager
-def ray_nodes(nodes: Sequence[dict[str, object]], *, dashboard_port: int = 0) -> Iterator[RayNodes]:
-    """Run a head node and these for the time of a ``with``; no dashboard without a port for it."""
+def ray_nodes(
+    nodes: Sequence[dict[str, object]],
+    *,
+    dashboard_port: int = 0,
+    autoscaled: node_kinds.Kinds | None = None,
+) -> Iterator[RayNodes]:
+    """Run a head node and these for the time of a ``with``; no dashboard without a port for it.
+
+    Of the kinds that are ``autoscaled``, by name, Ray has as many as are asked for: the fewest from
+    the start.
+    """
     # Not pytest's folder: the paths of Ray's sockets must be short.
     with (
         tempfile.TemporaryDirectory(prefix="rn", ignore_cleanup_errors=True) as folder,
         (Path(folder) / "log").open("w") as log,
     ):
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.e2e.ray_nodes", str(dashboard_port)],
+            [*_SCRIPT, str(dashboard_port), *([json.dumps(autoscaled)] if autoscaled else [])],
             cwd=REPO,
             env=os.environ | ENVIRONMENT | {"RAY_TMPDIR": folder},
             stdin=subprocess.PIPE,
@@ -87,7 +103,13 @@ def ray_nodes(nodes: Sequence[dict[str, object]], *, dashboard_port: int = 0) ->
             process.stdout.close()
 
 
-def _run(dashboard_port: int) -> None:
+def _run(dashboard_port: int, kinds: node_kinds.Kinds) -> None:
+    autoscaled = {}
+    if kinds:
+        os.environ |= node_kinds.ENVIRONMENT
+        file = Path(os.environ["RAY_TMPDIR"]) / "autoscaler.json"
+        of_each = {"CPU": 1, "object_store_memory": _STORE_BYTES}
+        autoscaled = node_kinds.head_options(kinds, file, free_ports(1)[0], of_each)
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(
@@ -98,17 +120,28 @@ def _run(dashboard_port: int) -> None:
             "include_dashboard": dashboard_port > 0,
             "dashboard_port": dashboard_port or None,
             "object_store_memory": _STORE_BYTES,
+            **autoscaled,
         },
     )
     raylets = []
     for node in json.loads(sys.stdin.readline()):
         added = cluster.add_node(num_cpus=1, object_store_memory=_STORE_BYTES, **node)
         raylets.append((added.all_processes["raylet"][0].process.pid, added.node_id))
+    num_nodes = 1 + len(raylets) + sum(kind["min_workers"] for kind in kinds.values())
+    wait_until(
+        lambda: sum(node["Alive"] for node in cluster.global_state.node_table()) == num_nodes, 60,
+        "the fewest nodes are not there", pace_s=0.1,
+    )  # fmt: skip
     sys.stdout.write(json.dumps({"address": cluster.address, "raylets": raylets}) + "\n")
     sys.stdout.flush()
     sys.stdin.read()
+    # The autoscaler's nodes are its own children, and would look for the head for a minute.
+    started = psutil.Process().children(recursive=True)
     cluster.shutdown()
+    for process in started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 if __name__ == "__main__":
-    _run(int(sys.argv[1]))
+    _run(int(sys.argv[1]), json.loads(sys.argv[2]) if len(sys.argv) > 2 else {})

@@ -20,12 +20,13 @@ from tests.e2e.leaving import report_of
 from tests.e2e.plain_cluster import make_config, wait_until
 from tests.e2e.process_cluster import CONTROL, fault, process_cluster
 from tests.e2e.stale_router import knock_until_late
+from tests.e2e.stalls import Stalls
 from tests.e2e.streams import Prompts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 NUM_PROMPT, NUM_TOKENS = 96, 96
 NUM_STREAMS = 6
-STEP_S = 0.05
+STEP_S = 0.1
 """So long a step takes where streams must outlast what is done meanwhile."""
 LONG_S, SHORT_S = 40.0, 1.5
 """To drain: longer than any stream here, and shorter than each."""
@@ -85,16 +86,26 @@ def health_of(cluster, name: str) -> int:
         return stub.Check(health_pb2.HealthCheckRequest(), timeout=5).status
 
 
+def holding(cluster) -> list[str]:
+    """The prefill workers that would be idle but for KV that nobody has fetched."""
+    reports = {name: report_of(cluster, name) for name in ("prefill-0", "prefill-1")}
+    return [
+        name
+        for name, report in reports.items()
+        if report.num_transferring > 0 and report.num_running == report.num_waiting == 0
+    ]
+
+
 def slow_steps(seconds: float):
     return fault("delay", "engine.step", times=0, seconds=seconds)
 
 
-def running_streams(cluster, prompts: Prompts, numbers=range(NUM_STREAMS), *, step_s=0.02):
+def running_streams(cluster, prompts: Prompts, numbers=range(NUM_STREAMS)):
     """Streams in the midst of their tokens, on both decode workers, which are slow."""
     for name in ("decode-0", "decode-1"):
         if name in cluster.processes:
-            cluster.faults(name).set(slow_steps(step_s))
-    streams = {number: prompts.stream(cluster.grpc, number) for number in numbers}
+            cluster.faults(name).set(slow_steps(STEP_S))
+    streams = {n: prompts.stream(cluster.grpc, n, deadline_s=LONG_S) for n in numbers}
     for stream in streams.values():
         stream.wait_tokens(3)
     return streams
@@ -112,7 +123,7 @@ def test_a_decode_worker_ends_its_streams_and_takes_no_more(cluster, prompts):
     Beside the router that hears of it there is one that does not, and goes on sending legs.
     """
     resumed = num_resumed(cluster)
-    streams = running_streams(cluster, prompts, step_s=STEP_S)
+    streams = running_streams(cluster, prompts)
     assert report_of(cluster, "decode-0").num_running > 0
     told_at = time.monotonic()
     peer = next(w.worker for w in cluster.view().workers if w.worker.worker_id == "decode-0")
@@ -127,7 +138,7 @@ def test_a_decode_worker_ends_its_streams_and_takes_no_more(cluster, prompts):
     assert health_of(cluster, "decode-0") == health_pb2.HealthCheckResponse.NOT_SERVING
     num_before = num_legs(cluster, "decode-0")
     numbers = range(NUM_STREAMS, NUM_STREAMS + 3)
-    later = running_streams(cluster, prompts, numbers, step_s=STEP_S)
+    later = running_streams(cluster, prompts, numbers)
     assert is_draining(cluster, "decode-0"), "its streams were too short for this"
     assert num_legs(cluster, "decode-0") == num_before, "new work came to it"
     check(prompts, streams)
@@ -146,9 +157,7 @@ def test_a_prefill_worker_stays_until_its_kv_is_fetched(cluster, prompts):
         stream.wait_tokens(1)
     for name in ("decode-0", "decode-1"):
         cluster.faults(name).wait_fired()
-    holding = report_of(cluster, "prefill-0")
-    assert holding.num_transferring > 0
-    assert holding.num_running == holding.num_waiting == 0, "it would be idle but for its exports"
+    wait_until(lambda: "prefill-0" in holding(cluster), 5, "it holds no KV, or has other work")
     cluster.terminate("prefill-0")
     wait_until(lambda: is_draining(cluster, "prefill-0"), 5, "it does not say that it drains")
     threading.Event().wait(1.5)
@@ -182,7 +191,7 @@ def test_a_worker_that_is_killed_while_it_drains_costs_nobody_a_token(cluster, p
 
 def test_a_new_control_plane_learns_who_drains(cluster, prompts):
     """The drain is the worker's own: it says so again, and nothing comes to it."""
-    streams = running_streams(cluster, prompts, step_s=0.06)
+    streams = running_streams(cluster, prompts)
     cluster.terminate("decode-0")
     wait_until(lambda: is_draining(cluster, "decode-0"), 5, "it does not say that it drains")
     num_before = num_legs(cluster, "decode-0")
@@ -190,7 +199,7 @@ def test_a_new_control_plane_learns_who_drains(cluster, prompts):
     cluster.restart(CONTROL)
     wait_until(lambda: is_draining(cluster, "decode-0"), 10, "nobody has told the new one")
     numbers = range(NUM_STREAMS, NUM_STREAMS + 3)
-    later = running_streams(cluster, prompts, numbers, step_s=0.06)
+    later = running_streams(cluster, prompts, numbers)
     assert is_draining(cluster, "decode-0"), "its streams were too short for this"
     assert num_legs(cluster, "decode-0") == num_before
     check(prompts, {**streams, **later})
@@ -213,16 +222,40 @@ def test_orders_drain_a_role_and_readiness_names_it(cluster, capsys):
     wait_until(lambda: httpx.get(url).status_code == 200, 5, "it is not ready again")
 
 
+def end_by_grace(cluster, name: str) -> float:
+    """Tell one to end, which it does by the end of its grace; returns after how long."""
+    with Stalls() as stalls:
+        told_at = time.monotonic()
+        cluster.terminate(name)
+        assert cluster.wait_exit(name, 30) == 0
+        took_s = time.monotonic() - told_at
+    assert took_s < SHORT_S + 2 + stalls.longest_s
+    return took_s
+
+
+def test_a_prefill_worker_ends_with_its_grace(tiny_llama, tmp_path, prompts):
+    """CASES P-27: exit 0 within grace + 2 s, though nobody has fetched its KV; 0 failures."""
+    with process_cluster(make_shape(tiny_llama, SHORT_S), tiny_llama, tmp_path) as cluster:
+        for name in ("decode-0", "decode-1"):
+            cluster.faults(name).set(fault("hold", "signal.offer", times=0))
+        streams = {n: prompts.stream(cluster.grpc, n, deadline_s=60) for n in range(NUM_STREAMS)}
+        for stream in streams.values():
+            stream.wait_tokens(1)
+        for name in ("decode-0", "decode-1"):
+            cluster.faults(name).wait_fired()
+        wait_until(lambda: holding(cluster), 5, "nobody holds KV alone")
+        took_s = end_by_grace(cluster, holding(cluster)[0])
+        cluster.clear_faults()
+        check(prompts, streams)
+        assert took_s > SHORT_S - 0.2, "it left with KV that nobody had"
+        cluster.wait_quiet()
+
+
 def test_what_is_left_after_the_grace_goes_on_elsewhere(tiny_llama, tmp_path, prompts):
     """CASES P-27: streams longer than the grace are resumed on another worker, token by token."""
     with process_cluster(make_shape(tiny_llama, SHORT_S), tiny_llama, tmp_path) as cluster:
         streams = running_streams(cluster, prompts)
-        cluster.faults("decode-0").set(slow_steps(0.1))
-        told_at = time.monotonic()
-        cluster.terminate("decode-0")
-        assert cluster.wait_exit("decode-0", 30) == 0
-        took_s = time.monotonic() - told_at
+        end_by_grace(cluster, "decode-0")
         check(prompts, streams)
         assert num_resumed(cluster) > 0
-        assert took_s < SHORT_S + 2
         cluster.wait_quiet()
