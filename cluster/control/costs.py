@@ -103,17 +103,12 @@ class CostModel:
         # Each worker is in many routes, and priced once.
         firsts: dict[str, float] = {}
         decodes: dict[str, float] = {}
-        holders = self._ledger.prefixes.holders(want.prefix)
         transfer_s, totals = self._ledger.links.predict_s, []
         for prefill, decode, is_export in routes:
             total, first = 0.0, prefill or decode
             if not is_export and first is not None:
                 if first.worker_id not in firsts:
-                    firsts[first.worker_id] = (
-                        self.prompt_s(first, want)
-                        if want.cached_on or first.worker_id in holders
-                        else self.prefill_s(first, want.num_prompt_tokens)
-                    )
+                    firsts[first.worker_id] = self.prompt_s(first, want)
                 total = firsts[first.worker_id]
             if decode is not None:
                 if decode.worker_id not in decodes:

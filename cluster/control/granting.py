@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
+import secrets
 from typing import TYPE_CHECKING
 
 from cluster.control.decisions import SendGrant
@@ -114,4 +114,4 @@ class Granter:
 
 def _handoff_id(grant_id: str) -> str:
     """Return a name that only those know who were told it: it opens a reservation to a writer."""
-    return f"h-{grant_id}-{os.urandom(8).hex()}"
+    return f"h-{grant_id}-{secrets.token_hex(8)}"

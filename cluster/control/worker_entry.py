@@ -274,13 +274,10 @@ class WorkerEntry:
     def _sum_up(self) -> None:
         """Keep what follows from the report and the legs, and is asked for most."""
         report, every = self.report, self._all
-        num_told, num_held = report.num_running + report.num_waiting, len(self.held)
-        num_there = num_told if num_told > num_held else num_held
+        num_there = max(report.num_running + report.num_waiting, len(self.held))
         self.num_slots_used = num_there + len(self.unseen)
-        available = report.blocks.available
         unreserved = self.registration.num_blocks - every.reserved_blocks
-        num_left = available if available < unreserved else unreserved
-        self.num_blocks_free = num_left - every.pending_blocks
+        self.num_blocks_free = min(report.blocks.available, unreserved) - every.pending_blocks
         self.run_ahead_tokens = report.queued_tokens + every.unseen_tokens
 
     def _counts_as(self, grant_id: str, charge: Charge) -> _Counted:
