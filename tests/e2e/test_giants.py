@@ -26,6 +26,8 @@ PREFILL_STEP_S, DECODE_STEP_S = 0.12, 0.04
 NUM_SHORT = 20
 AGING_S = 1.0
 PACE_S, MOMENT_S = 0.1, 0.2
+PATIENCE_S = 60.0
+"""Of the short ones that come while nobody is let in: their wait is expected to last on."""
 MAX_SECOND_TOKEN_S = 1.0
 """After the first one, of whoever has its room on the decode worker: some steps there."""
 SHORTS = {Policy.FCFS: {}, Policy.PRIORITY: {"priority": "high"}}
@@ -163,7 +165,8 @@ def test_a_giant_that_the_decode_worker_has_no_room_for_is_passed_for_a_while(
         while len(giant.tokens) < 2:
             assert time.monotonic() < giant.started_at + 20, "it starves"
             number = len(shorts) % NUM_SHORT
-            shorts.append(asks.shorts.stream(cluster.grpc, number, **SHORTS[policy]))
+            options = {**SHORTS[policy], "deadline_s": PATIENCE_S}
+            shorts.append(asks.shorts.stream(cluster.grpc, number, **options))
             threading.Event().wait(PACE_S)
         for each in (holder, giant, *shorts):
             each.wait_end()

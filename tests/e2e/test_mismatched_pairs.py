@@ -172,7 +172,7 @@ def test_another_number_of_shards_is_refused(start, tiny_llama):
     cluster.wait_ready("prefill-0")
     cluster.join("decode-0", target=run_half)
     wait_until(lambda: cluster.view().refused, 30, "it was not refused")
-    check_refused(cluster, "layout.num_shards: 1 at the other workers, 2 at this one")
+    check_refused(cluster, "layout.num_shards: 1 in the deploy file, 2 at the worker")
 
 
 def run_half(arguments: list[str]) -> int:
