@@ -94,16 +94,16 @@ def seniority(sequence: Sequence) -> tuple[int, float, int]:
 def in_turn(running: Iterable[Sequence], ordering: Ordering, now: float) -> list[Sequence]:
     """Return in which order those that run get tokens of a step for their prompts.
 
-    They are given most senior first. By work, the one with the least left goes first, so that a
-    long prompt holds short ones up for a chunk and not for all of it; but not before one that has
-    aged.
+    They are given most senior first. Whoever has aged goes before all who have not, so that no run
+    of higher tiers or shorter prompts keeps it from its chunks. By work, the one with the least
+    left goes first of the others: a long prompt holds short ones up for a chunk, not for all of it.
     """
-    if ordering.policy is not Policy.SJF:
+    if ordering.policy is Policy.FCFS:
         return list(running)
 
     def turn(sequence: Sequence) -> tuple[int, float]:
         if ordering.has_aged(sequence.arrived, now):
             return 0, sequence.arrived
-        return 1, sequence.num_tokens_left
+        return 1, sequence.num_tokens_left if ordering.policy is Policy.SJF else -sequence.tier
 
     return sorted(running, key=turn)

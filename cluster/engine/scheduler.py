@@ -20,9 +20,10 @@ One rule serves prefill, chunks, decode, recompute and resumed work: a sequence 
    outside the engine. So does an import that waits for blocks (``BlockPool.ask``), before all
    this; they leave them to it.
 4. Where KV is to be swapped, the copies are a plan of their own, and all begins anew after it.
-5. The step's tokens are shared out (``shares``): decodes first, then prompts, the most senior
-   first, or by work the one with the least left: the prompt of a higher tier before a lower one's,
-   at the next chunk. Of long prompts a chunk of one is in a step, and short ones are ended beside.
+5. The step's tokens are shared out (``shares``): decodes first, then prompts: those that have aged,
+   then the most senior, or by work the one with the least left. So the prompt of a higher tier goes
+   before a lower one's at the next chunk, but not for ever. Of long prompts a chunk of one is in a
+   step, and short ones are ended beside.
 
 So some sequence always moves: the most senior one that runs can take blocks from all others but
 those preempted so often that they hold all they will ever need; and it waits only for these, which
