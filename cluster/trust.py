@@ -44,6 +44,8 @@ class ClusterToken:
         self._text = text
         self._digest = sha256(text.encode()).digest()
         self._tls = tls
+        self.num_refused = 0
+        """Calls of strangers at the ports of this process."""
 
     @classmethod
     def load(cls, config: SecurityConfig, environ: Mapping[str, str] = os.environ) -> ClusterToken:
@@ -120,6 +122,7 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not so at
         is_open = handler_call_details.method.startswith(_OPEN)
         if is_open or self._token.is_shown_in(handler_call_details.invocation_metadata):
             return await continuation(handler_call_details)
+        self._token.num_refused += 1
         # A handler of streams fits calls of every kind, and waits for no message.
         return grpc.stream_stream_rpc_method_handler(_refuse)
 

@@ -129,6 +129,7 @@ class Worker:
             engine=self._engine,
             legs=self.legs,
             acceptor=self._acceptor,
+            token=self._token,
             watch=self._watch,
             life=self._life,
             pool_role=config.pool(pool.name).role,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from cluster.request import Leg, LegKey, Peer
     from cluster.rpc.legs import OpenLeg
     from cluster.rpc.link_acceptor import LinkAcceptor
+    from cluster.trust import ClusterToken
     from deploy.worker_legs import WorkerLegs
     from deploy.worker_life import WorkerLife
     from deploy.worker_parts import WorkerParts
@@ -45,6 +46,7 @@ class WorkerReporter:
         engine: EngineLoop,
         legs: WorkerLegs,
         acceptor: LinkAcceptor | None,
+        token: ClusterToken,
         watch: WorkerWatch,
         life: WorkerLife,
         pool_role: Role,
@@ -59,6 +61,7 @@ class WorkerReporter:
         self._legs = legs
         self._prefill, self._decode = legs.prefill, legs.decode
         self._acceptor = acceptor
+        self._token = token
         self._watch = watch
         self._life = life
         self._pool_role = pool_role
@@ -247,6 +250,7 @@ class WorkerReporter:
             counters["offers_refused"] = taken["refused"]
             counters["imports_gave_way"] = taken["gave_way"]
             counters["segments_dropped"] = taken["dropped_segments"]
+        counters["strangers_refused"] = self._token.num_refused
         if self._acceptor is not None:
             counters["links_refused"] = self._acceptor.num_refused
         return counters

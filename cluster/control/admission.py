@@ -91,6 +91,7 @@ def _expectations(
         ("layout.block_size", pool.block_size, layout.block_size),
         # No pool says otherwise: a worker has the whole model.
         ("layout.num_shards", 1, layout.num_shards),
+        ("layout.shard_index", 0, layout.shard_index),
     ]
     if pool.stored_dtype is not Dtype.AUTO:
         expectations.append(("layout.dtype", pool.stored_dtype.value, layout.dtype))

@@ -104,9 +104,11 @@ async def dial(decode_worker, token):
 
 @pytest.mark.parametrize("token", STRANGERS, ids=["none", "wrong"])
 async def test_a_rogue_peer_gets_no_link(decode_worker, token):
-    """KV moves over links only, so what gets no link gets no KV and sends none."""
+    """S-13: KV moves over links only, so what gets no link gets no KV and sends none."""
+    num_before = MEMBER.num_refused
     with pytest.raises(WorkerLost, match="cluster token"):
         await dial(decode_worker, token)
+    assert MEMBER.num_refused > num_before, "and is counted"
 
 
 async def test_a_member_gets_one(decode_worker):

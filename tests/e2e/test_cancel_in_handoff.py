@@ -88,13 +88,10 @@ SLOWED = {
     "prefill": ("prefill-0", "prefilled_tokens", CHUNK_TOKENS, 800),
 }
 """By half: its worker, what it counts, tokens of a step, and how long a prompt it is asked for."""
-FEW_DOORS = ("stream-fin", "whole-rst", "grpc-call")
 
 
-@pytest.mark.parametrize(
-    ("half", "door"),
-    [("decode", door) for door in DOORS] + [("prefill", door) for door in FEW_DOORS],
-)
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("half", SLOWED)
 def test_after_leaving_at_most_the_step_that_runs_and_one_more_are_computed(half, door, cluster):
     """CASES P-11: steps are slow here, so that tokens count them; gauges fall within 1 s."""
     worker_id, counter, num_of_step, num_prompt = SLOWED[half]

@@ -87,7 +87,7 @@ def test_leaving_gives_everything_back(phase, door, cluster, canary):
     cluster.wait_quiet(5)
 
 
-@pytest.mark.parametrize("door", ["stream-fin", "whole-rst", "grpc-call"])
+@pytest.mark.parametrize("door", DOORS)
 def test_leaving_the_prefill_workers_queue_costs_it_nothing(door, cluster):
     """CASES P-11: granted, and not begun; not a token of it is computed."""
     cluster.wait_quiet()

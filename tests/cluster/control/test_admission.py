@@ -53,6 +53,10 @@ def refusal(story, stranger):
             {"layout": make_layout(num_shards=2).describe()},
             "layout.num_shards: 1 in the deploy file, 2 at the worker",
         ),
+        (
+            {"layout": make_layout(shard_index=1).describe()},
+            "layout.shard_index: 0 in the deploy file, 1 at the worker",
+        ),
         ({"layout": ""}, "layout: not the fields"),
         ({"layout": make_layout().describe().replace("fp32", "int3")}, "layout.dtype: not one of"),
     ],

@@ -9,7 +9,7 @@ from cluster.request import FinishReason, SamplingParams
 from tests.factories_runner import make_prompts
 
 NUM_TOKENS = 20
-NUM_REPEATS = 4
+NUM_REPEATS = 5
 """Of each target in each kind of company."""
 PLAIN = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, num_logprobs=0)
 SEEDED = replace(PLAIN, temperature=0.9, seed=42)

@@ -151,6 +151,8 @@ def test_a_choice_resumed_at_any_index_goes_on_as_before(undisturbed, make_model
         assert engine.log.first_index[sequence.key] == index
         got = [entry.logprob for entry in engine.log.logprobs[sequence.key]]
         assert got == pytest.approx([entry.logprob for entry in logprobs[index:]], abs=1e-3)
+        for entry, alone in zip(engine.log.logprobs[sequence.key], logprobs[index:], strict=True):
+            assert dict(entry.top) == pytest.approx(dict(alone.top), abs=1e-3)
 
 
 def test_no_end_token_is_drawn_before_min_tokens(undisturbed, make_model_engine):
